@@ -27,7 +27,7 @@ from extras.decode.c_library import (
     model_struct,
     state_arrays,
 )
-from extras.decode.c_pack import int8_panels, pack_weights, panels
+from extras.decode.c_pack import empty_cache, int8_panels, pack_weights, panels
 from extras.decode.guard import refuse_other_networks
 from extras.decode.ngrams import MAX_ORDER
 from extras.decode.quantize import BLOCK
@@ -95,9 +95,7 @@ def compile_step(model, num_drafts, table, weights="float32", parts=False):
         state_in_c = State(**vars(state))
         cache = spare.pop() if spare else None
         if not cache or cache[0].shape != shape:
-            with torch.inference_mode(False):  # a tensor made in inference mode cannot be written outside of it
-                # key and value of every layer; torch's defaults may be another dtype and device
-                cache = [torch.empty(shape, dtype=torch.float32, device="cpu") for _ in range(2 * config.n_layer)]
+            cache = empty_cache(shape, 2 * config.n_layer)  # key and value of every layer
         kv_cache = KVCache(cache[::2], cache[1::2])
         weakref.finalize(kv_cache, spare.append, cache)  # once no run fills it and nobody looks at it any more
         layers = as_c([Cache(key=key, value=value) for key, value in zip(cache[::2], cache[1::2])])
