@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import nn
 
+from extras.decode.c_pack import huge_pages, placer
 from extras.decode.c_step import compile_step
 from extras.decode.engine import Decoder
 
@@ -63,34 +64,31 @@ def torch_seconds(linears, B, repeats):
     """Return the seconds that torch takes for the Linear layers of a step of B rows, in their order."""
     inputs = {layer.in_features: torch.randn(B, layer.in_features) for layer in linears}
 
-    def step():
-        for layer in linears:
+    def steps(times):
+        for layer in linears * times:
             layer(inputs[layer.in_features])
 
-    return median_seconds(step, repeats)
+    return median_seconds(steps, repeats)
 
 
 def read_seconds(library, num_bytes, repeats):
     """Return the seconds that all threads need to read this many bytes, and do nothing else."""
     threads = torch.get_num_threads()
-    weights = torch.ones(threads, num_bytes // 4 // threads)
-    library.read_all.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    weights = placer(huge_pages(num_bytes))(torch.ones(threads, num_bytes // 4 // threads))
+    library.read_all.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     library.read_all.restype = ctypes.c_float
     with ThreadPoolExecutor(threads) as pool:
-
-        def read():
-            list(pool.map(lambda part: library.read_all(part.data_ptr(), part.numel()), weights))
-
-        return median_seconds(read, repeats)
+        return median_seconds(
+            lambda times: [*pool.map(lambda part: library.read_all(part.data_ptr(), part.numel(), times), weights)],
+            repeats,
+        )
 
 
 def median_seconds(function, repeats):
-    """Return the median of the seconds per call, over `repeats` times of about 20 calls."""
-    function()
-    times = []
-    for _ in range(repeats):
+    """Return the median of the seconds per time, of function(times), which does something 20 times."""
+    seconds = []
+    for _ in range(repeats + 1):  # the first one warms up
         began = time.perf_counter()
-        for _ in range(20):
-            function()
-        times.append((time.perf_counter() - began) / 20)
-    return statistics.median(times)
+        function(20)
+        seconds.append((time.perf_counter() - began) / 20)
+    return statistics.median(seconds[1:])
