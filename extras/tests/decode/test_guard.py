@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from operator import attrgetter
 
 import pytest
@@ -16,8 +17,9 @@ import torch
 from extra_helpers import needs_compiler
 from extras.decode import cuda_graph, guard
 from extras.decode.c_step import CompileError, compile_step
+from extras.decode.engine import Decoder, Generation
 from helpers import ROOT, V, random_model
-from model import ACTIVATIONS, GPT, MLP, GPTConfig
+from model import ACTIVATIONS, GPT, MLP, GPTConfig, Sampling
 
 pytestmark = needs_compiler
 
@@ -223,6 +225,22 @@ def test_a_method_patched_into_a_class_is_refused(kind, patch, monkeypatch):
     with pytest.raises(CompileError) as refused:
         compiled()
     assert "\n" not in str(refused.value)
+
+
+@dataclass
+class NewSampling(Sampling):
+    """Sampling after somebody has added a setting to it."""
+
+    min_p: float | None = None
+
+
+def test_a_setting_of_the_sampler_that_step_c_does_not_know_is_refused():
+    """Somebody may have put in the new hash of sample_token without a change of step.c."""
+    decoder = Decoder(MODEL, compile=True)
+    prompt = [torch.tensor([1])]
+    assert len(list(Generation(decoder, prompt, 3, NewSampling(seed=1)))) > 0
+    with pytest.raises(CompileError, match=r"step\.c has no min_p$"):
+        Generation(decoder, prompt, 3, NewSampling(seed=1, min_p=0.1))
 
 
 def test_other_numbers_than_float32_are_refused():
