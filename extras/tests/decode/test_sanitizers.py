@@ -21,7 +21,7 @@ RACING = dict(n_embd=40, n_head=4, n_kv_head=2, activation="swiglu", pos_emb="ro
 PLANTED = {
     RACES: [
         ("in.data[i * X + c] = 0;", "in.data[i * X + c] = y.data[i * X + c] = 0;", "data race"),  # by all threads
-        ("        barrier(&g->barrier);\n        matmul(w, n, y,", "        matmul(w, n, y,", "data race"),
+        ("        meet(w, ATTENTION);\n        matmul(w, n, y,", "        matmul(w, n, y,", "data race"),
         ("memory_order_acquire", "memory_order_relaxed", "data race"),
     ],
     MEMORY: [
