@@ -144,9 +144,9 @@ FLAGS = {  # name: (default, help, choices). The type of a flag is that of its d
 NETWORK = {f.name: f.default for f in fields(GPTConfig) if f.name != "vocab_size"}
 FLAGS |= {name: (NETWORK[name], "see GPTConfig in model.py") for name in NETWORK if name not in FLAGS}
 DEFAULTS = {name: default for name, (default, *_) in FLAGS.items()}
-RANGES = dict.fromkeys(("batch_size", "gradient_accumulation_steps", "max_iters"), (1, 2**31))
-RANGES |= dict.fromkeys(("eval_interval", "save_interval", "log_interval"), (1, 2**31))
+RANGES = dict.fromkeys(("batch_size", "max_iters", "eval_interval", "save_interval", "log_interval"), (1, 2**31))
 RANGES |= dict(ngram_targets=(0, 1), beta1=(0, 0.99999), beta2=(0, 0.99999), threads=(0, 1024), seed=(0, 2**63 - 1))
+RANGES["gradient_accumulation_steps"] = (1, 2**16)
 # settings that a checkpoint fixes: that of a model its network, and that of a run all of these
 FIXED = NETWORK.keys() - {"dropout"} | {"preset", "recipe", "loss", "mtp_weight", "optimizer"}
 
@@ -658,6 +658,9 @@ def resume(checkpoint, training_loss, optimizers, scaler):
         for optimizer, state in zip(optimizers, checkpoint["optimizer"], strict=True):
             # our own settings, because a resume may change --weight_decay or --beta2
             optimizer.load_state_dict(state | dict(param_groups=optimizer.state_dict()["param_groups"]))
+            for p, tensors in optimizer.state.items():
+                if any(x.shape not in ((), p.shape) or x.is_meta or x.layout != p.layout for x in tensors.values()):
+                    raise ValueError("the state of an optimizer does not fit the weights")
         if scaler.is_enabled() and checkpoint["scaler"]:
             scaler.load_state_dict(checkpoint["scaler"])
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:

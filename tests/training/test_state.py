@@ -231,6 +231,14 @@ def test_a_field_of_another_kind_is_refused_before_anything_moves(name, value, o
     assert_refused(out)
 
 
+def test_a_state_of_other_shapes_is_refused_before_anything_moves(out):
+    last = load(out / "last.pt")
+    state = last["optimizer"][0]["state"][0]
+    state["exp_avg"] = state["exp_avg"].flatten()[1:]
+    torch.save(last, out / "last.pt")
+    assert_refused(out, words=["does not fit the weights"])
+
+
 def test_a_resume_of_nothing_is_refused(tmp_path):
     assert_refused(tmp_path / "nowhere", words=[f"no checkpoint at {tmp_path / 'nowhere' / 'last.pt'}"])
 
