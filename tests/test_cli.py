@@ -88,6 +88,7 @@ def test_output_is_utf8_whatever_the_terminal_asks_for(tmp_path):
     assert said.returncode == 0 and said.stdout.startswith("é😀\n"), said
 
 
+@pytest.mark.slow
 @unix
 def test_streams_may_be_closed(tmp_path):
     """As a daemon has them. What would go there goes nowhere: no report in the text, and no file gets its number."""

@@ -983,6 +983,7 @@ def test_a_step_that_refuses_chunks_in_words(error):
         assert said[name][0] == "not run" and "takes 1 tokens, got" in said[name][1], report
 
 
+@pytest.mark.slow
 def test_a_step_that_refuses_every_chunk_without_words():
     """It may take one token at a time, or be broken. If a chunk has worked, it is broken."""
     model = Decoder()

@@ -175,6 +175,7 @@ def project(tmp_path_factory):
     return project
 
 
+@pytest.mark.slow
 def test_one_test_per_scenario(project):
     done = run("-m", "pytest", "-q", "-rs", "-k", "mine", cwd=project)
     assert done.returncode == 0, done.stdout

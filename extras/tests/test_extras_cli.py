@@ -111,6 +111,7 @@ def tool(tmp_path):
     return tool
 
 
+@pytest.mark.slow
 def test_a_users_mistake_is_one_line(tool):
     for lines, words in (
         (["with one_line_errors():", "    raise ValueError('n: 3 is odd')"], "tool.py: n: 3 is odd"),
@@ -120,6 +121,7 @@ def test_a_users_mistake_is_one_line(tool):
         assert_one_line(tool(*lines), words, code=1)
 
 
+@pytest.mark.slow
 @unix
 def test_a_closed_stderr_adds_nothing_to_stdout(tmp_path):
     """As a daemon has it. print(file=None) would write there what belongs on stderr."""

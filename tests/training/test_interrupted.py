@@ -141,6 +141,7 @@ def test_a_run_stopped_by_a_signal_at_any_time_resumes_to_the_same_run(whole, go
         assert_undisturbed(out_dir, out, signaled=True)
 
 
+@pytest.mark.slow
 def test_patience_counts_the_same_evaluations_in_a_run_that_was_killed(go, tmp_path):
     """A resume that evaluated again must not count that evaluation twice."""
     flags = "--learning_rate 0 --patience 2 --max_iters 30 --eval_interval 2".split()

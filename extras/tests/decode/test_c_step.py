@@ -479,6 +479,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.slow
 def test_int8_is_refused_on_a_big_endian_machine():
     """step.c takes four weights out of a word, the lowest byte first."""
     result = ok(run("-c", A_BIG_ENDIAN_MACHINE))

@@ -51,6 +51,7 @@ def test_rows_of_the_same_prompt_stay_apart_from_each_other(model, draft, which,
     assert_same_as_alone(model, got, rows, CONTEXT, range(len(rows)), seed, filters)
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(a_model, a_way, st.integers(1, 3 * CONTEXT), st.integers(1, 3 * CONTEXT), a_filter, a_seed)
 def test_past_the_context_too(model, draft, length, steps, filters, seed):
