@@ -102,9 +102,9 @@ class KVCache:
     Attention is causal, so a later token never changes an earlier key or value, and we can keep them all: a new token
     fills one more slot and reads every slot so far.
 
-    key, value  a tensor per layer, `(B, nkv, slots, hs)`, because a layer computes all its heads in one call
-    length      the number of filled slots. Lower it to forget the slots beyond it
-    fingerprint of the weights, in the cache that GPT.forward makes for calls that pass none
+    key, value   a tensor per layer, `(B, nkv, slots, hs)`, because a layer computes all its heads in one call
+    length       the number of filled slots. Lower it to forget the slots beyond it
+    fingerprint  of the weights, in the cache that GPT.forward makes for calls that pass none
     """
 
     def __init__(self, key, value):
@@ -551,7 +551,8 @@ NOT_FINITE = "the logits are infinite or NaN, so there is no next token: train a
 
 
 def require_finite(logits):
-    if not logits.isfinite().all():
+    # the sum is finite only if all are, and takes fewer operations; that of large numbers may overflow
+    if not math.isfinite(logits.sum()) and not logits.isfinite().all():
         raise FloatingPointError(NOT_FINITE)
 
 

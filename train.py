@@ -638,9 +638,8 @@ def make_model(config, checkpoint, tokenizer, ids):
     if formats := extras("formats.tokenizer"):  # two tokenizers may give the same ids
         known = formats.gives_ids_of(tokenizer, checkpoint, ids)
     if not known:
-        encode = (
-            f"python data/prepare.py --input FILE --tokenizer {config.meta or checkpoint['path']} --data_dir FOLDER"
-        )
+        tokens_of = config.meta or checkpoint["path"]
+        encode = f"python data/prepare.py --input FILE --tokenizer {tokens_of} --data_dir FOLDER"
         what = f"the {tokenizer.unit} of the text are not those of the model in {checkpoint['path']}"
         raise ValueError(f"{what}: encode it with those ({encode})")
     shape.vocab_size = checkpoint["model_args"].get("vocab_size", GPTConfig.vocab_size)

@@ -40,7 +40,7 @@ REPEATED = {
     "GPT.new_cache": ("1910467ae981b3dc", "work", "stream"),
     "generate": ("dfcfd88d1528204d", "work", "stream"),
     "slide": ("049db06ee8ef579a", "work", None),
-    "require_finite": ("078321bcb29525b7", "sample_token", None),
+    "require_finite": ("464a1483c98e6c2b", "sample_token", None),
     "sample_token": ("edf7e1bd9e1842f3", "sample_token", None),
     "Sampling.noise": ("2d4be02a9359677f", "gumbel_noise", None),
     "gumbel_noise": ("1e51bb36e1c52083", "gumbel_noise", None),
