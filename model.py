@@ -8,6 +8,7 @@ Shapes: B rows, T new positions, t positions so far, C = n_embd, nh = n_head, nk
 size), V = vocab_size.
 """
 
+import argparse
 import importlib
 import io
 import math
@@ -812,6 +813,27 @@ def extras(module, what=None):
     if what:
         raise ValueError(f"{what} needs the folder extras of the repository, next to model.py")
     return None
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that keeps the line breaks of its description, and says in one line what is wrong."""
+
+    def __init__(self, description):
+        as_it_is = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=description, formatter_class=as_it_is, allow_abbrev=False)
+
+    def error(self, message):
+        hint = cli.hint(message, self) if (cli := extras("cli")) else ""
+        self.exit(2, f"{self.prog}: {message}{hint} (--help lists the flags)\n")
+
+
+def boolean(text):
+    if text.lower() not in ("true", "false", "1", "0"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither True nor False")
+    return text.lower() in ("true", "1")
+
+
+SWITCH = dict(type=boolean, nargs="?", const=True, metavar="True|False")  # a flag that may stand alone
 
 
 def open_streams():

@@ -10,7 +10,6 @@ The text goes to stdout, and a report on time and memory to stderr. A token is a
 tokenizer. Models with a tokenizer, prompts of different lengths and the last flags need the folder extras.
 """
 
-import argparse
 import math
 import re
 import sys
@@ -24,6 +23,8 @@ try:  # importing torch takes a second, in which Ctrl-C may come
 
     from model import (
         EXTRAS,
+        SWITCH,
+        Parser,
         Sampling,
         extras,
         find_checkpoint,
@@ -49,16 +50,11 @@ GPU_STEP = 2**23  # multiply-adds; about where an H100, which waits for Python, 
 
 
 def parse_args():
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
-    dash = ("expected one argument", "expected one argument; one that starts with - needs an =, as in --prompt=-a")
-    # errors in one line, without argparse's usage
-    parser.error = lambda message: parser.exit(2, f"sample.py: {message.replace(*dash)} (--help lists the flags)\n")
+    parser = Parser(__doc__)
     add = parser.add_argument
-    switch = dict(type=boolean, nargs="?", const=True, metavar="True|False")
     # text and cache
     add("--prompt", "--start", action="append", help="text to continue, or FILE:path; repeat for a batch")
-    add("--kv_cache", default=True, help="default: True", **switch)
+    add("--kv_cache", default=True, help="default: True", **SWITCH)
     no_cache = dict(action="store_false", dest="kv_cache", help="recompute the whole context for every token")
     add("--no-kv_cache", "--no_kv_cache", **no_cache)
     add("--max_new_tokens", type=int, metavar="N", help="default: until the context is full; 1000 with slide")
@@ -78,15 +74,12 @@ def parse_args():
     add("--verify", action="store_true", help="feed the text again, with the cache and without, and compare")
     # with the folder extras
     add("--draft", choices=("ngram",), help="draft the next tokens from n-grams, and check them in one forward")
-    add("--compile", default=False, help="decode with the C backend, or on a GPU with a CUDA graph", **switch)
+    add("--compile", default=False, help="decode with the C backend, or on a GPU with a CUDA graph", **SWITCH)
     add("--weights", choices=("float32", "int8"), default="float32", help="int8: faster with --compile, different text")
     add("--engine", choices=("torch", "onnx"), default="torch", help="onnx: ONNX Runtime, for a file of extras.export")
     add("--meta", metavar="FILE", help="for a nanoGPT checkpoint: its meta.pkl, or the folder of its tokenizer")
     add("--explain", action="store_true", help="instead, print the tensor shapes of a prefill and two decode steps")
-    args, unknown = parser.parse_known_args()
-    if unknown:
-        hint = cli.hint(unknown[0], parser) if (cli := extras("cli")) else ""
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    args = parser.parse_args()
     for name, most in (("max_new_tokens", 2**31), ("num_samples", 2**12)):
         value = getattr(args, name)
         if value is not None and not 1 <= value <= most:
@@ -106,12 +99,6 @@ def parse_args():
     if args.explain and (several or onnx or args.draft or args.compile or args.verify or args.stop):
         parser.error("--explain shows one prompt with the plain cache: leave out flags that change that")
     return args
-
-
-def boolean(text):
-    if text.lower() not in ("true", "false", "1", "0"):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither True nor False")
-    return text.lower() in ("true", "1")
 
 
 def note(message):

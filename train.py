@@ -43,14 +43,17 @@ try:  # importing torch takes a second, in which Ctrl-C may come
     from model import (
         EXTRAS,
         GPT,
+        SWITCH,
         CharTokenizer,
         GPTConfig,
+        Parser,
         build_model,
         extras,
         load_checkpoint,
         open_streams,
         pick_device,
         save_checkpoint,
+        write_atomically,
     )
 except ModuleNotFoundError as error:
     sys.exit(f"train.py: {error}: activate the environment, or install it as README.md says")
@@ -153,31 +156,19 @@ FIXED = NETWORK.keys() - {"dropout"} | {"preset", "recipe", "loss", "mtp_weight"
 
 def parse_flags():
     """Return {name: value} of the flags on the command line. make_config fills in the rest."""
-    as_it_is = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is, allow_abbrev=False)
-    # errors in one line, without argparse's usage
-    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message} (--help lists the flags)\n")
+    parser = Parser(__doc__)
     for name, (default, help, *choices) in FLAGS.items():
         metavar = None if choices else name.split("_")[-1].upper()
         options = dict(type=type(default), choices=choices or None, metavar=metavar)
         if type(default) is bool:
-            options = dict(type=boolean, nargs="?", const=True, metavar="True|False")
+            options = SWITCH
         help = f"{help} (default: {RECIPES['modern'].get(name, default)})"
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=help, **options)
-    flags, unknown = parser.parse_known_args()
-    if unknown:
-        hint = cli.hint(unknown[0], parser) if (cli := extras("cli")) else ""
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-    for name, value in vars(flags).items():
+    flags = vars(parser.parse_args())
+    for name, value in flags.items():
         if value == "":
             parser.error(f"--{name} is empty")
-    return vars(flags)
-
-
-def boolean(text):
-    if text.lower() not in ("true", "false", "1", "0"):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither True nor False")
-    return text.lower() in ("true", "1")
+    return flags
 
 
 def make_config(flags, checkpoint=None, on_gpu=False):
@@ -524,9 +515,7 @@ def begin_folder(out_dir, newest=-1):
         rows = log.read_bytes().splitlines(keepends=True)[1:] if log.exists() else []
         steps = [row.split(b",")[0] for row in rows]
         rows = [row for row, step in zip(rows, steps) if row.endswith(b"\n") and step.isdigit() and int(step) <= newest]
-        temporary = out_dir / ".log.csv.tmp"
-        temporary.write_bytes(b"".join([",".join(COLUMNS).encode() + b"\r\n", *rows]))
-        temporary.replace(log)
+        write_atomically(log, [",".join(COLUMNS).encode() + b"\r\n", *rows])
     except OSError as error:
         hint = "change --out_dir, or to resume, copy the folder"
         raise ValueError(f"cannot write to {out_dir} ({error.strerror}): {hint}") from None
@@ -603,18 +592,12 @@ def read_checkpoint(init_from, out_dir, meta=None):
         return checkpoint | dict(config={name: network[name] for name in FIXED & network.keys()})
 
     needed = {"config", "data_sha256", "iter_num", "best_val_loss", "evals_since_best", "seconds"}
-    needed |= {"optimizer", "scaler"}
+    needed |= {"loss", "optimizer", "scaler"}
     step = checkpoint.get("iter_num")
     if not needed <= checkpoint.keys() or not isinstance(step, int) or not 0 <= step <= 2**31:
         raise ValueError(f"{path} is not a last.pt of this train.py: start a new run from it")
     names = FLAGS.keys() - {"out_dir"}  # the folder may have a new name
-    # an older train.py wrote None where we now have a default, and had no setting loss
-    config = {name: value for name, value in checkpoint["config"].items() if name in names and value is not None}
-    if "loss" not in config:
-        targets = config.get("ngram_targets") or config.get("mtp_weight")
-        config["loss"] = "extras.targets" if targets else "cross_entropy"
-        checkpoint["loss"] = {f"mtp.{name}": p for name, p in checkpoint.get("mtp", {}).items()}
-    return checkpoint | dict(config=config)
+    return checkpoint | dict(config={name: value for name, value in checkpoint["config"].items() if name in names})
 
 
 def make_model(config, checkpoint, tokenizer, ids):

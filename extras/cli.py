@@ -97,8 +97,13 @@ ELSEWHERE = {
 }
 
 
-def hint(word, parser):
-    """Return what a word that the parser does not know may mean, as the end of a message: ": type --ckpt FILE"."""
+def hint(message, parser):
+    """Return how to mend a mistake in the flags, as the end of the parser's message: ": type --ckpt FILE"."""
+    if message.endswith("expected one argument"):
+        return "; one that starts with - needs an =, as in --prompt=-a"
+    if not message.startswith("unrecognized arguments: "):
+        return ""
+    word = message.split()[2]
     name = "--" + word.partition("=")[0].lstrip("-").replace("-", "_")
     if said := ELSEWHERE.get((parser.prog, name)):
         return f": {said}"
@@ -112,19 +117,6 @@ def hint(word, parser):
     if similar := begun or difflib.get_close_matches(name[2:], known, n=1, cutoff=0.7):
         return f": did you mean --{similar[0]}?"
     return ": docs/interop.md lists what nanoGPT's flags are called here" if parser.prog == "train.py" else ""
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that keeps the line breaks of its description and reports mistakes in one line."""
-
-    def __init__(self, description, epilog=None):
-        lines_as_they_are = argparse.RawDescriptionHelpFormatter
-        super().__init__(description=description, epilog=epilog, formatter_class=lines_as_they_are, allow_abbrev=False)
-
-    def error(self, message):
-        if message.startswith("unrecognized arguments: "):
-            message += hint(message.split()[2], self)
-        self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
 
 
 def number(kind, interval):

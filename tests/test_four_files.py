@@ -1,10 +1,8 @@
 """The kit is four files: alone in a folder, they train, resume and generate as they do in the repository."""
 
-import ast
 import json
 import re
 import shutil
-from collections import defaultdict
 
 import pytest
 
@@ -129,26 +127,6 @@ def test_another_package_called_extras_is_not_ours(alone, tmp_path):
         ok(run(*command, cwd=folder, env=env))
     result = run("data/prepare.py", "--input", SAMPLE, "--tokenizer", "bpe", "--data_dir", "new", cwd=folder, env=env)
     assert_one_line(result, "needs the folder extras of the repository", code=1)
-
-
-# -- helpers that stand twice ------------------------------------------------------------------------------------------
-
-DIFFERENT = {
-    "main": "each script has its own",
-    "parse_args": "each script has its own",
-}
-
-
-def test_helpers_that_stand_in_several_files_are_equal():
-    """The four files do not import each other, so a change to one copy has to reach the rest."""
-    found = defaultdict(list)
-    for file in [ROOT / name for name in FILES if name.endswith(".py")]:
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                found[node.name].append(ast.unparse(node).replace(file.name, "FILE"))  # messages begin with it
-    twice = {name: copies for name, copies in found.items() if len(copies) > 1}
-    assert {"boolean", *DIFFERENT} <= twice.keys()
-    assert {name for name, copies in twice.items() if len({*copies}) > 1} == DIFFERENT.keys()
 
 
 # -- the tests without extras ------------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extras.cli import Parser, need, number, path
+from extras.cli import need, number, path
 from helpers import ROOT, assert_one_line, here, ok, run, unix
-from model import PRETRAINED
+from model import PRETRAINED, Parser
 
 # -- arguments --------------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from helpers import (
     here,
     load,
     log,
+    needs_extras,
     ok,
     plain_val_loss,
     progress,
@@ -149,6 +150,7 @@ def test_a_checkpoint_that_no_run_of_this_train_py_has_left_is_refused(out):
         assert_refused(out, words=[f"{out / 'last.pt'} is not a last.pt of this train.py: start a new run from it"])
 
 
+@needs_extras
 def test_a_run_of_an_older_train_py_goes_on(out):
     """Its config had no loss, had None for none or automatic, and two flags that are now those of extras.evaluate."""
     ckpt = load(out / "last.pt")
