@@ -148,8 +148,8 @@ NETWORK = {f.name: f.default for f in fields(GPTConfig) if f.name != "vocab_size
 FLAGS |= {name: (NETWORK[name], "see GPTConfig in model.py") for name in NETWORK if name not in FLAGS}
 DEFAULTS = {name: default for name, (default, *_) in FLAGS.items()}
 RANGES = dict.fromkeys(("batch_size", "max_iters", "eval_interval", "save_interval", "log_interval"), (1, 2**31))
-RANGES |= dict(ngram_targets=(0, 1), beta1=(0, 0.99999), beta2=(0, 0.99999), threads=(0, 1024), seed=(0, 2**63 - 1))
-RANGES["gradient_accumulation_steps"] = (1, 2**16)
+RANGES |= dict(gradient_accumulation_steps=(1, 2**16), threads=(0, 1024), seed=(0, 2**63 - 1))
+RANGES |= dict.fromkeys(("ngram_targets", "lr_stable_frac"), (0, 1)) | dict.fromkeys(("beta1", "beta2"), (0, 0.99999))
 # settings that a checkpoint fixes: that of a model its network, and that of a run all of these
 FIXED = NETWORK.keys() - {"dropout"} | {"preset", "recipe", "loss", "mtp_weight", "optimizer"}
 
@@ -207,7 +207,7 @@ def make_config(flags, checkpoint=None, on_gpu=False):
             raise ValueError(f"--{name} cannot be {value!r}")
         least, most = RANGES.get(name, (0, 2**31 if type(default) is int else 1e30))
         if isinstance(value, (int, float)) and not least <= value <= most:  # NaN, too
-            raise ValueError(f"--{name} {value} is not from {least} to {most}")
+            raise ValueError(f"--{name} {value} is not a number from {least} to {most}")
     config = argparse.Namespace(**settings)
     if not checkpoint and (config.preset == "finetune" or config.eval_only or config.meta):
         raise ValueError("--preset finetune, --eval_only and --meta need a trained model: pass it as --init_from")
@@ -790,7 +790,7 @@ def main():
             stop = stop_signal(signals)  # one may have come during the evaluation
             finite = math.isfinite(train_loss + (val_loss or 0.0)) and all(p.isfinite().all() for p in params)
             if not finite:  # before broken weights replace a checkpoint
-                hint = f"lower --learning_rate {config.learning_rate} (the checkpoints are from before that step)"
+                hint = "lower --learning_rate or --muon_learning_rate (the checkpoints are from before that step)"
                 sys.exit(f"train.py: stopped at step {step}: the loss or a weight is not finite: {hint}")
             if evaluating:
                 evals_since_best = 0 if val_loss < best_val_loss else evals_since_best + 1

@@ -38,7 +38,11 @@ STAND_IN_SOURCE = "sample.txt (offline stand-in)"
 
 def read(name, args):
     """Return the text of a file. Records end with a blank line, or with the end token of a model. Raises ValueError."""
+    if Path(name).is_dir():
+        raise ValueError(f"{name} is a folder: name its files, as {name}/*.txt")
     if Path(name).suffix.lower() not in RECORDS:
+        if args.field:
+            raise ValueError(f"--field {args.field} is for JSON, and {name} is plain text: leave it out")
         return decode(Path(name).read_bytes(), name)
     from extras.formats.records import end_of_text, read_records
 
@@ -49,11 +53,12 @@ def decode(content, name):
     """Return the text of UTF-8 bytes, with "\\n" for every line end. Raises ValueError."""
     if content.startswith(b"version https://git-lfs"):
         raise ValueError(f"{name} is a Git LFS pointer and not the file itself: run git lfs pull")
+    if content.count(b"\0") > len(content) / 4:
+        raise ValueError(f"{name} looks like UTF-16, or like no text at all: convert it to UTF-8 first")
     try:
         return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
-        why = "it looks like UTF-16" if content.startswith((b"\xff\xfe", b"\xfe\xff")) else error.reason
-        raise ValueError(f"{name} is not UTF-8 ({why}): convert it first") from None
+        raise ValueError(f"{name} is not UTF-8 ({error.reason}): convert it first") from None
 
 
 def download():
@@ -96,7 +101,8 @@ def parse_args():
     add("--force", action="store_true", help="do it again, even over your own text")
     args, unknown = parser.parse_known_args()
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}: to prepare your own text, type --input FILE")
+        hint = "" if unknown[0].startswith("-") else ": to prepare your own text, type --input FILE"
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if "" in (args.tokenizer, args.data_dir, args.val, *args.input):
         parser.error("--input, --tokenizer, --data_dir or --val is empty")
     if args.vocab_size != 512 and args.tokenizer != "bpe":
