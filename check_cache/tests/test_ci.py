@@ -111,7 +111,7 @@ def test_the_command_may_check_a_tiny_model_of_a_folder_without_weights(folder):
 
 
 # settings of which the authors have no default
-NEEDS = dict(bamba=dict(attn_layer_indices=[3, 9]), nemotron=dict(num_key_value_heads=8, head_dim=192))
+NEEDS = dict(bamba=dict(attn_layer_indices=[3, 9]))
 
 
 @pytest.mark.slow
