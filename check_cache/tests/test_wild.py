@@ -12,7 +12,7 @@ import torch
 
 from check_cache import check_cache
 from reports import reports, shows
-from wild.adapters import audiocraft, axiomlm, curated_transformers, fairseq2, litgpt, x_transformers
+from wild.adapters import audiocraft, curated_transformers, fairseq2, litgpt, x_transformers
 
 PACKAGES = Path(__file__).parent / "wild" / ".packages"
 pytestmark = [
@@ -71,14 +71,9 @@ CORRECT = {
     "curated-transformers: Falcon, ALiBi": lambda: curated_transformers(
         "Falcon", n_query_heads=4, n_key_value_heads=4, use_alibi=True, use_parallel_attention=False
     ),
-    "curated-transformers: Falcon, one key": lambda: curated_transformers("Falcon", n_query_heads=4),
-    "curated-transformers: GPT-NeoX": lambda: curated_transformers(
-        "GPTNeoX", n_attention_heads=4, intermediate_width=128
-    ),
     "curated-transformers: Llama, GQA": lambda: curated_transformers(
         "Llama", n_query_heads=4, n_key_value_heads=2, intermediate_width=128
     ),
-    "curated-transformers: MPT, ALiBi": lambda: curated_transformers("MPT", n_attention_heads=4),
     "fairseq2: Mistral, up to its window": lambda: fairseq2(window=64),
     "litgpt: Pythia": lambda: litgpt("pythia-14m"),
     "litgpt: Gemma 3, one token at a time": lambda: litgpt("Gemma-3-1b-it", most=1, **WINDOWED),
@@ -97,18 +92,6 @@ WRONG = {
     "audiocraft: rotary, memory_efficient": (
         lambda: audiocraft(memory_efficient=True, custom=False, **ROPE),
         "position 16 is wrong on arrival: its position is 4",  # the number of heads
-    ),
-    "AxiomLM: learned positions, as in GPT-2": (
-        lambda: axiomlm(arch="classic"),
-        "position 16 are wrong on arrival: its position is 0",
-    ),
-    "AxiomLM: sliding window": (
-        lambda: axiomlm(sliding_window=WINDOW),
-        "position 16 sees slot 0, but should not",
-    ),
-    "AxiomLM: the paged cache, for a single sample": (
-        lambda: axiomlm(paged=True),
-        "layer 1: slot 0 should hold the key of row 0, position 0, but holds something else",
     ),
     "fairseq2: Mistral, chunks past its window": (
         lambda: fairseq2(WINDOW),

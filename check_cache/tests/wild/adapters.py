@@ -100,25 +100,6 @@ class Tokens(nn.Module):
         return self.head(self.body(self.embedding(ids), *args, **options))
 
 
-def axiomlm(paged=False, **options):
-    """paged: the cache of generate_with_cache() for a single sample."""
-    from axiomlm.engine.paged_cache import PagedKVCache, SequenceContext
-    from axiomlm.models.transformer import ModelConfig, Transformer
-
-    model = Transformer(ModelConfig(block_size=256, vocab_size=64, n_layer=2, n_head=4, n_embd=64, **options))
-
-    def new(rows, length):
-        return [[SequenceContext(PagedKVCache(16, 16, 2, 4, 16))] * 2 for _ in range(rows)] if paged else [None] * 2
-
-    def step(ids, cache):
-        if paged:  # a SequenceContext is of one row
-            return torch.cat([model(row[None], kv_caches=held)[0] for row, held in zip(ids, cache)])
-        logits, _, cache = model(ids, kv_caches=cache)
-        return logits, cache
-
-    return dict(full=model, new=new, step=step, context=256, window=options.get("sliding_window"))
-
-
 def audiocraft(**options):
     for name in ("xformers", "xformers.ops"):  # of which it uses this
         sys.modules[name] = SimpleNamespace(unbind=torch.unbind, memory_efficient_attention=None)

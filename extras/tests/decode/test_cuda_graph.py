@@ -14,7 +14,7 @@ from model import ACTIVATIONS, GPTConfig, Sampling
 
 NETWORKS = [
     *KINDS,
-    *(dict(kind, bias=False) for kind in KINDS),
+    *(dict(kind, bias=False) for kind in (KINDS[0], KINDS[-1])),
     dict(qk_norm=True, activation="gelu_tanh"),
     dict(qk_norm=True, bias=False, n_kv_head=2),
 ]
