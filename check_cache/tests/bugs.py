@@ -216,11 +216,6 @@ def rope_begins_at_0_in_each_step(patch):
     return patched_rotation(patch, lambda x, pos: pos - pos[:, :1] if x.size(1) == KV_HEADS else pos)
 
 
-@bug(WRONG_KEY, "every token of a chunk gets the position of its first")
-def rope_of_the_start_of_a_chunk(patch):
-    return patched_rotation(patch, lambda x, pos: pos[:, :1].expand_as(pos) if pos[0, 0] > 0 else pos)
-
-
 @bug(WRONG_KEY, "unsloth 3699: slots of the cache used as positions, in rows with padding")
 def slots_for_positions(patch):
     forward = Decoder.forward
@@ -408,19 +403,6 @@ def middle_is_dropped(patch):
     return patched_update(patch, change)
 
 
-@bug(f"{HOLDS}|but holds that of row", "blocks of 32: a chunk over a boundary overwrites the last slot before it")
-def slot_before_a_boundary(patch):
-    def change(self, k, v, key, layer):
-        end, T = self.lengths[layer], key.size(2)
-        last = end // 32 * 32 - 1
-        if T > 1 and end - T <= last and (end - T) % 32:
-            for x in (k, v):
-                x[:, :, last] = x[:, :, last - 1]
-        return k, v
-
-    return patched_update(patch, change)
-
-
 @bug(HOLDS, "rotated keys are rotated again when they are read")
 def keys_rotated_twice(patch):
     def change(self, k, v, key, layer):
@@ -432,22 +414,6 @@ def keys_rotated_twice(patch):
 @bug(HOLDS, "keys and values change places")
 def keys_and_values_swapped(patch):
     return patched_update(patch, lambda self, k, v, key, layer: (v, k) if key.size(2) == 1 else (k, v))
-
-
-@bug(HOLDS, "transformers 37574: rolled before the window is full", caches=("static",))
-def static_window_rolled_too_early(patch):
-    from transformers.cache_utils import StaticSlidingWindowLayer as Layer
-
-    update = Layer.update
-
-    def broken(self, key, value, *args, **kwargs):
-        if key.size(2) == 1 and self.cumulative_length_int == self.max_cache_len - 1:
-            self.keys.copy_(self.keys.roll(-1, 2))
-            self.values.copy_(self.values.roll(-1, 2))
-        return update(self, key, value, *args, **kwargs)
-
-    patch(Layer, "update", broken)
-    return tiny("mistral", sliding_window=16)
 
 
 @bug(HOLDS, "a chunk is cut to the window before its first tokens have looked back")
@@ -489,13 +455,6 @@ def crop_forgets_a_layer(patch):
 @bug(f"{HOLDS}|row", "beams: the cache stays where it was")
 def beams_not_reordered(patch):
     patch(Cache, "reorder_cache", lambda self, rows: None)
-    return Decoder()
-
-
-@bug(f"{HOLDS}|row", "beams: the inverse order")
-def beams_in_the_inverse_order(patch):
-    reorder = Cache.reorder_cache
-    patch(Cache, "reorder_cache", lambda self, rows: reorder(self, rows.argsort()))
     return Decoder()
 
 

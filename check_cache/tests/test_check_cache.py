@@ -1105,12 +1105,6 @@ def test_what_is_not_run_is_one_line_unless_verbose():
     assert "left padding, left padding in chunks: the step takes no mask" in str(report), report
 
 
-def test_kinds_of_cache_are_named_if_there_are_two():
-    report = check_cache(Decoder(), length=24, scenarios=["batches"])
-    assert "rows (default cache)\n" in str(report) and "rows (static cache)" in str(report), report
-    assert "cache)" not in str(check_cache(Decoder(), length=24, scenarios=["batches"], caches="own"))
-
-
 def test_a_line_of_several_scenarios_says_whose_reason_it_gives():
     def result(name, why):
         return Result(name, "own", "wrong", why)

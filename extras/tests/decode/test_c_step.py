@@ -557,16 +557,6 @@ def test_a_daemon_thread_may_decode_while_the_interpreter_ends():
         assert ok(run("-c", THREADS + AN_END, timeout=60)).stderr == ""
 
 
-@linux
-def test_a_call_gives_the_cores_back(monkeypatch):
-    """During a call the caller stays on one core. Afterwards it may use all of them again."""
-    monkeypatch.setattr(compiling, "WORK_PER_THREAD", 1)
-    cores = os.sched_getaffinity(0)
-    with num_threads(3):
-        Decoder(MODELS[0], compile=True).generate(prompts(1, 3), 5)
-    assert os.sched_getaffinity(0) == cores
-
-
 # -- which program is kept where ---------------------------------------------------------------------------------------
 
 

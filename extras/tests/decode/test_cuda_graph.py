@@ -64,19 +64,6 @@ def test_what_one_generation_leaves_does_not_reach_the_next():
     assert torch.equal(got, model.generate(prompts(1, 8), 20, seed=1)[:, 8:])
 
 
-def change_norms(model, layer, names):
-    for name in names:
-        setattr(model.transformer["h"][layer].attn, name, torch.nn.LayerNorm(8, bias=False))
-
-
-@pytest.mark.parametrize("layer, names", [(0, ["q_norm"]), (1, ["k_norm"]), (0, ["q_norm", "k_norm"])], ids=str)
-def test_norms_without_a_bias_next_to_norms_with_one(layer, names):
-    model = network(qk_norm=True, pos_emb="rope")
-    change_norms(model, layer, names)
-    got = torch.cat(list(GraphedGPT(model, 2, CONTEXT, Sampling(seed=1)).stream(prompts(2, 8), 40)), dim=1)
-    assert torch.equal(got, model.generate(prompts(2, 8), 40, seed=1)[:, 8:])
-
-
 def test_what_does_not_fit_is_refused():
     model = network()
     graphed = GraphedGPT(model, 1, 20, Sampling())
