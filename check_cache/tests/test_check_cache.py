@@ -802,22 +802,6 @@ def test_what_computes_in_another_dtype_is_named():
     assert not check_cache(model, **functions(model), scenarios=["batches"], dtype="bfloat16").beyond
 
 
-def test_a_title_does_not_name_what_was_not_done():
-    """Where there is no module, the weights keep their dtype."""
-    table = torch.randn(61, 32).to(torch.bfloat16)
-
-    def step(ids, cache):
-        x = table[ids]
-        past = cache[-1][:, -1:] if cache else 0
-        cache.append(past + x.cumsum(1))
-        return cache[-1].tanh() @ table.T
-
-    adapter = dict(full=lambda ids: step(ids, []), new=lambda rows, length: [], step=step, length=24)
-    assert "bfloat16 on cpu" in check_cache(**adapter, scenarios=["batches"]).title
-    with pytest.raises(ValueError, match=r"dtype=torch\.float16: we found no module to convert, so pass it as model="):
-        check_cache(**adapter, dtype=torch.float16)
-
-
 # -- mistakes in the adapter -------------------------------------------------------------------------------------------
 
 
