@@ -416,6 +416,22 @@ def keys_and_values_swapped(patch):
     return patched_update(patch, lambda self, k, v, key, layer: (v, k) if key.size(2) == 1 else (k, v))
 
 
+@bug(HOLDS, "transformers 37574: rolled before the window is full", caches=("static",))
+def static_window_rolled_too_early(patch):
+    from transformers.cache_utils import StaticSlidingWindowLayer as Layer
+
+    update = Layer.update
+
+    def broken(self, key, value, *args, **kwargs):
+        if key.size(2) == 1 and self.cumulative_length_int == self.max_cache_len - 1:
+            self.keys.copy_(self.keys.roll(-1, 2))
+            self.values.copy_(self.values.roll(-1, 2))
+        return update(self, key, value, *args, **kwargs)
+
+    patch(Layer, "update", broken)
+    return tiny("mistral", sliding_window=16)
+
+
 @bug(HOLDS, "a chunk is cut to the window before its first tokens have looked back")
 def chunk_cut_to_the_window(patch):
     update = Cache.update

@@ -66,7 +66,7 @@ def functions(model, **more):
 
 def in_a_dict(model):
     """The cache is a dict, which has its own update method, and the step returns only the logits of the last token."""
-    step = lambda ids, cache, pos: model(ids, cache["cache"], None, pos)[:, -1:]  # noqa: E731
+    step = lambda ids, cache, pos: model(ids, cache["cache"], None, pos)[:, -1]  # noqa: E731
     return functions(model, new=lambda rows, length: {"cache": Cache()}, step=step)
 
 
