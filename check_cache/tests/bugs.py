@@ -594,21 +594,6 @@ def dropout_is_on(patch):
     return Decoder()
 
 
-@bug(SEEN, "ALiBi counts distances from the start of the chunk")
-def alibi_of_the_chunk(patch):
-    from transformers.models.bloom import modeling_bloom
-
-    build = modeling_bloom.BloomModel.build_alibi_tensor
-
-    def broken(self, attention_mask, num_heads, dtype):
-        if attention_mask.shape[1] > 40:
-            attention_mask = torch.cat((attention_mask[:, :40] * 0 + 1, attention_mask[:, 40:] * 0), 1)
-        return build(self, attention_mask, num_heads, dtype)
-
-    patch(modeling_bloom.BloomModel, "build_alibi_tensor", broken)
-    return tiny("bloom")
-
-
 @bug(RAISES, "keys and values of different lengths", caches=("static",))
 def a_step_raises(patch):
     return patched_update(

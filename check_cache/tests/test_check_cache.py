@@ -40,7 +40,6 @@ QUICK = "rope_begins_at_0_in_each_step table_begins_at_0_in_each_step int8 crop_
 QUICK += ["padding_is_seen"]
 # what only long sequences show
 LONG = "angles_end_at_64 chunk_of_more_than_thirty growth_moves_layers middle_is_dropped dropout_is_on".split()
-LONG += ["alibi_of_the_chunk"]
 
 
 @pytest.mark.parametrize(
