@@ -75,6 +75,27 @@ def assert_one_line(result, *words, code=None):
         assert str(word) in lines[0], (word, result.stderr)
 
 
+HELP = """
+import runpy, sys
+path, before = [*sys.path], {*sys.modules}
+for script in sys.argv[1:]:
+    sys.argv, sys.path[:] = [script, "--help"], path
+    for name in {*sys.modules} - before:
+        if name.partition(".")[0] in ("extras", "model"):
+            del sys.modules[name]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as error:
+        print("exit code", error.code)
+"""
+
+
+def assert_help(*scripts, **kwargs):
+    """Assert that scripts print their --help if no folder of ours is on the path. One process, which imports torch."""
+    said = ok(run("-P", "-c", HELP, *scripts, **kwargs)).stdout
+    assert said.count("exit code 0\n") == said.count("usage: ") == len(scripts), said
+
+
 class Bomb:
     """Unpickled, it makes a file."""
 
@@ -257,23 +278,6 @@ def plain_val_loss(model, ids, block_size):
         losses += F.cross_entropy(logits, window[1:], reduction="none").tolist()
     assert len(losses) == len(ids) - 1
     return sum(losses) / len(losses)
-
-
-def assert_compiled_run_is_plain(folder, *flags):
-    """Three steps, with new numbers in each, of a run with --compile and of the same run without."""
-    flags = [*SMALL, *flags, "--max_iters", 3, "--log_interval", 1]
-    ok(here(*flags, "--out_dir", folder / "plain"))
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    ok(here(*flags, "--compile", "--out_dir", folder / "compiled"))
-    stats = torch._dynamo.utils.counters["stats"]
-    assert stats["calls_captured"] > 10 and stats["unique_graphs"] <= 2  # it is compiled, once for all steps
-    plain, compiled = (load(folder / name / "last.pt") for name in ("plain", "compiled"))
-    assert plain["model"].keys() == compiled["model"].keys()  # without a prefix of torch.compile
-    for name, p in plain["model"].items():
-        torch.testing.assert_close(p, compiled["model"][name], rtol=1e-2, atol=1e-4)
-    losses = [[float(row["train_loss"]) for row in log(folder / name)] for name in ("plain", "compiled")]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 # -- sample.py ---------------------------------------------------------------------------------------------------------

@@ -131,17 +131,21 @@ def test_another_package_called_extras_is_not_ours(alone, tmp_path):
 
 # -- the tests without extras ------------------------------------------------------------------------------------------
 
+# they call model.py, data/prepare.py or the lesson in one process, so that they need no more than what they import
+NO_SCRIPTS = "checkpoint device generation lesson model prepare sampling".split()
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_these_tests_need_neither_extras_nor_check_cache(tmp_path):
-    """You may delete both folders."""
+    """You may delete both folders. All tests are imported, and those run that start sample.py or train.py."""
     for name in (*FILES, "assets/shakespeare.pt", "pyproject.toml", "README.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     for name in ("tests", "lesson"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     flags = ["-q", "-m", "not slow", "-p", "no:cacheprovider", "tests"]
+    flags += [f"--deselect=tests/test_{name}.py" for name in NO_SCRIPTS]
     result = run("-m", "pytest", *flags, cwd=tmp_path, env=ONE_THREAD, timeout=900)
     assert result.returncode == 0, result.stdout
-    assert int(re.search(r"(\d+) passed", result.stdout)[1]) > 200, result.stdout
+    assert int(re.search(r"(\d+) passed", result.stdout)[1]) > 150, result.stdout

@@ -18,7 +18,6 @@ from helpers import (
     HEADER,
     SMALL,
     STATEFUL,
-    assert_compiled_run_is_plain,
     assert_one_line,
     assert_same_run,
     batch,
@@ -174,15 +173,6 @@ def test_patience_ends_a_run_that_no_longer_gets_better_and_keeps_its_best(data_
     assert load(tmp_path / "ckpt.pt")["iter_num"] == 2
 
 
-# -- torch.compile -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
-def test_a_compiled_step_is_the_plain_step(data_dir, tmp_path):
-    assert_compiled_run_is_plain(tmp_path, "--gradient_accumulation_steps", 2, "--data_dir", data_dir)
-
-
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 
@@ -240,8 +230,7 @@ def test_a_mistake_in_the_flags_is_one_line(flags, line, data_dir, tmp_path):
 
 @unix
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_a_run_stopped_by_a_signal_and_resumed_is_the_undisturbed_run(name, data_dir, tmp_path, monkeypatch):
+def test_a_run_stopped_by_ctrl_c_and_resumed_is_the_undisturbed_run(data_dir, tmp_path, monkeypatch):
     """The step in progress is finished and saved, no batch is trained twice, and the command that is printed works.
 
     Its log has one row more, at the step where it stopped.
@@ -252,9 +241,9 @@ def test_a_run_stopped_by_a_signal_and_resumed_is_the_undisturbed_run(name, data
     stdout = ""
     while "\nstep 15/" not in stdout and (line := process.stdout.readline()):
         stdout += line
-    process.send_signal(getattr(signal, name))
+    process.send_signal(signal.SIGINT)
     rest, stderr = process.communicate(timeout=60)
-    assert process.returncode == 128 + getattr(signal, name) and stderr == "", stderr
+    assert process.returncode == 130 and stderr == "", stderr
     stopped = load(tmp_path / out_dir / "last.pt")["iter_num"]
     last = rest.splitlines()[-1]
     assert stopped >= 15 and f"stopped at step {stopped} " in last

@@ -120,8 +120,6 @@ class Attention(nn.Module):
         query, slot = start + torch.arange(T)[:, None], torch.arange(k.size(2))
         if hasattr(cache, "at"):  # the position in each slot
             slot = cache.at[self.layer]
-        if self.positions == "alibi":
-            scores = scores + (slot - query) * 2.0 ** -torch.arange(1, HEADS + 1)[:, None, None]
         weights = self.hide(scores, self.visible(query, slot, mask)).softmax(-1).to(v.dtype)
         weights = F.dropout(weights, self.dropout)
         return self.o((weights @ v).transpose(1, 2).flatten(2))
@@ -139,7 +137,7 @@ class Attention(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder that is its own adapter. positions: "rope", "learned" or "alibi"."""
+    """A decoder that is its own adapter. positions: "rope" or "learned"."""
 
     def __init__(self, positions="rope", window=None):
         super().__init__()
@@ -218,11 +216,6 @@ def rope_begins_at_0_in_each_step(patch):
     return patched_rotation(patch, lambda x, pos: pos - pos[:, :1] if x.size(1) == KV_HEADS else pos)
 
 
-@bug(WRONG_KEY, "every token of a chunk gets the position of its first")
-def rope_of_the_start_of_a_chunk(patch):
-    return patched_rotation(patch, lambda x, pos: pos[:, :1].expand_as(pos) if pos[0, 0] > 0 else pos)
-
-
 @bug(WRONG_KEY, "unsloth 3699: slots of the cache used as positions, in rows with padding")
 def slots_for_positions(patch):
     forward = Decoder.forward
@@ -246,15 +239,6 @@ def slots_for_positions_in_a_table(patch):
 def table_begins_at_0_in_each_step(patch):
     forward = Decoder.forward
     patch(Decoder, "forward", lambda self, ids, cache, mask, pos: forward(self, ids, cache, mask, pos - pos[:, :1]))
-    return Decoder("learned")
-
-
-@bug(WRONG_VALUE, "an offset of the table is added twice if there is a cache, even in the prefill")
-def table_with_another_offset(patch):
-    forward = Decoder.forward
-    patch(
-        Decoder, "forward", lambda self, ids, cache, mask, pos: forward(self, ids, cache, mask, pos + 2 * bool(cache))
-    )
     return Decoder("learned")
 
 
@@ -289,27 +273,9 @@ def a_step_feeds_two_tokens(patch):
     return Decoder()
 
 
-@bug(WRONG_KEY, "positions are counted in bfloat16, so they are coarse from 256 on; here from 32 on")
-def coarse_positions(patch):
-    return patched_rotation(patch, lambda x, pos: pos // 2 * 2 if pos[0, 0] > 32 else pos)
-
-
 @bug(WRONG_KEY, "a table of angles with too few rows, clamped")
 def angles_end_at_64(patch):
     return patched_rotation(patch, lambda x, pos: pos.clamp(max=64) if pos.size(1) < 20 else pos)
-
-
-@bug(WRONG_VALUE, "position_ids are ignored as soon as there is a cache")
-def gpt2_ignores_position_ids(patch):
-    from transformers import GPT2Model
-
-    forward = GPT2Model.forward
-
-    def broken(self, *args, position_ids=None, use_cache=None, **kwargs):
-        return forward(self, *args, position_ids=None if use_cache else position_ids, use_cache=use_cache, **kwargs)
-
-    patch(GPT2Model, "forward", broken)
-    return tiny("gpt2")
 
 
 @bug(WRONG_KEY, "positions of a block of at most 30 tokens")
@@ -318,51 +284,33 @@ def chunk_of_more_than_thirty(patch):
     return patched_rotation(patch, lambda x, pos: cut(pos) if 30 < pos.size(1) < 48 else pos)
 
 
-def generate_feeds(patch, change):
-    """Make generate() feed a llama the result of change(what it would feed, all ids so far)."""
+@bug(IN_GENERATE, "unsloth 3795: generate() counts the padding as positions")
+def generate_counts_the_padding(patch):
     from transformers import LlamaForCausalLM
 
     prepare = LlamaForCausalLM.prepare_inputs_for_generation
 
     def broken(self, ids, **kwargs):  # generate() looks for this name
-        return change(prepare(self, ids, **kwargs), ids)
+        inputs = prepare(self, ids, **kwargs)
+        if inputs["input_ids"].size(1) == 1:
+            inputs["position_ids"] = torch.full_like(inputs["input_ids"], ids.size(1) - 1)
+        return inputs
 
     patch(LlamaForCausalLM, "prepare_inputs_for_generation", broken)
     return tiny("llama")
 
 
-@bug(IN_GENERATE, "generate() feeds the last two tokens in each step")
-def generate_feeds_a_token_twice(patch):
-    def change(inputs, ids):
-        if inputs["input_ids"].size(1) == 1:
-            inputs["input_ids"], inputs["position_ids"], inputs["attention_mask"] = ids[:, -2:], None, None
-        return inputs
-
-    return generate_feeds(patch, change)
-
-
-@bug(IN_GENERATE, "unsloth 3795: generate() counts the padding as positions")
-def generate_counts_the_padding(patch):
-    def change(inputs, ids):
-        end, T = ids.size(1), inputs["input_ids"].size(1)
-        if T == 1:
-            inputs["position_ids"] = torch.arange(end - T, end).expand_as(inputs["input_ids"])
-        return inputs
-
-    return generate_feeds(patch, change)
-
-
 # what the cache gives back
 
 
-def patched_update(patch, change, cls=Cache):
+def patched_update(patch, change):
     """Return a decoder whose cache returns change(cache, keys, values, key, layer)."""
-    update = cls.update
+    update = Cache.update
 
-    def broken(self, key, value, layer=0, *args, **kwargs):
-        return change(self, *update(self, key, value, layer, *args, **kwargs), key, layer)
+    def broken(self, key, value, layer):
+        return change(self, *update(self, key, value, layer), key, layer)
 
-    patch(cls, "update", broken)
+    patch(Cache, "update", broken)
     return Decoder()
 
 
@@ -374,26 +322,6 @@ def rounded(x):
 @bug(f"{HOLDS}|rounded or scaled", "silently int8")
 def int8(patch):
     return patched_update(patch, lambda self, k, v, *_: (rounded(k), rounded(v)))
-
-
-@bug(f"{HOLDS}|rounded", "a buffer of float16 under float32")
-def float16_buffer(patch):
-    return patched_update(patch, lambda self, k, v, *_: (k.half().float(), v.half().float()))
-
-
-@bug(f"{HOLDS} key of", "tests/interop/test_transformers.py")
-def llama_keys_rolled(patch):
-    from transformers.cache_utils import DynamicLayer
-
-    patched_update(patch, lambda self, k, v, *_: (k.roll(1, 2), v), DynamicLayer)
-    return tiny("llama")
-
-
-@bug(f"{HOLDS}|row 0", "the cache of one row is spread over the batch")
-def one_row_for_all(patch):
-    return patched_update(
-        patch, lambda self, k, v, key, layer: (k, v) if key.size(2) > 40 else (k[:1].expand_as(k), v[:1].expand_as(v))
-    )
 
 
 @bug(f"{HOLDS}|row", "a row of the batch leaks into another")
@@ -475,19 +403,6 @@ def middle_is_dropped(patch):
     return patched_update(patch, change)
 
 
-@bug(f"{HOLDS}|but holds that of row", "blocks of 32: a chunk over a boundary overwrites the last slot before it")
-def slot_before_a_boundary(patch):
-    def change(self, k, v, key, layer):
-        end, T = self.lengths[layer], key.size(2)
-        last = end // 32 * 32 - 1
-        if T > 1 and end - T <= last and (end - T) % 32:
-            for x in (k, v):
-                x[:, :, last] = x[:, :, last - 1]
-        return k, v
-
-    return patched_update(patch, change)
-
-
 @bug(HOLDS, "rotated keys are rotated again when they are read")
 def keys_rotated_twice(patch):
     def change(self, k, v, key, layer):
@@ -517,23 +432,6 @@ def static_window_rolled_too_early(patch):
     return tiny("mistral", sliding_window=16)
 
 
-@bug(HOLDS, "a window that keeps one token too few")
-def window_keeps_one_too_few(patch):
-    from transformers.cache_utils import DynamicSlidingWindowLayer as Layer
-
-    update = Layer.update
-
-    def broken(self, key, value, *args, **kwargs):
-        result = update(self, key, value, *args, **kwargs)
-        if self.keys.size(2) == self.sliding_window - 1:
-            self.keys, self.values = self.keys.clone(), self.values.clone()
-            self.keys[:, :, 0] = self.values[:, :, 0] = 0
-        return result
-
-    patch(Layer, "update", broken)
-    return tiny("mistral", sliding_window=16)
-
-
 @bug(HOLDS, "a chunk is cut to the window before its first tokens have looked back")
 def chunk_cut_to_the_window(patch):
     update = Cache.update
@@ -558,15 +456,6 @@ def crop_leaves_one(patch):
     return Decoder()
 
 
-@bug(TOO_FEW, "crop takes one token too many")
-def crop_takes_one_more(patch):
-    from transformers import DynamicCache
-
-    crop = DynamicCache.crop
-    patch(DynamicCache, "crop", lambda self, count: crop(self, count - 1))
-    return tiny("llama")
-
-
 @bug("layer 1: ", "crop forgets the length of the later layers")
 def crop_forgets_a_layer(patch):
     def broken(self, count):
@@ -579,29 +468,9 @@ def crop_forgets_a_layer(patch):
     return Decoder()
 
 
-@bug(HOLDS, "a rejected draft token is overwritten in the values only")
-def crop_of_values_only(patch):
-    def broken(self, count):
-        self.keys = [x.clone() for x in self.keys]
-        kept = [x[:, :, : x.size(2) + count] for x in self.keys]
-        crop(self, count)
-        self.keys = [x.roll(1, 2) if self.room is None else x for x in kept] if self.room is None else self.keys
-
-    crop = Cache.crop
-    patch(Cache, "crop", broken)
-    return Decoder()
-
-
 @bug(f"{HOLDS}|row", "beams: the cache stays where it was")
 def beams_not_reordered(patch):
     patch(Cache, "reorder_cache", lambda self, rows: None)
-    return Decoder()
-
-
-@bug(f"{HOLDS}|row", "beams: the inverse order")
-def beams_in_the_inverse_order(patch):
-    reorder = Cache.reorder_cache
-    patch(Cache, "reorder_cache", lambda self, rows: reorder(self, rows.argsort()))
     return Decoder()
 
 
@@ -678,22 +547,6 @@ def mask_is_added(patch):
     return Decoder()
 
 
-@bug(SEEN, "padding is hidden in the prefill but seen in later steps")
-def padding_is_seen_in_later_steps(patch):
-    from transformers.models.llama import modeling_llama
-
-    create = modeling_llama.create_causal_mask
-
-    def broken(*args, attention_mask=None, **kwargs):
-        cache = kwargs.get("cache", kwargs.get("past_key_values"))  # its older name
-        if cache is not None and cache.get_seq_length() > 0:
-            attention_mask = None
-        return create(*args, attention_mask=attention_mask, **kwargs)
-
-    patch(modeling_llama, "create_causal_mask", broken)
-    return tiny("llama")
-
-
 @bug(SEEN, "a window that looks one token too far in decode steps")
 def window_one_too_wide(patch):
     visible = Attention.visible
@@ -708,28 +561,14 @@ def window_one_too_wide(patch):
 
 @bug(SEEN, "a token with the padding id is mistaken for padding")
 def padding_id_is_hidden(patch):
-    forward = Decoder.forward
+    step = Decoder.step
 
     def broken(self, ids, cache, mask, pos):
-        if cache is not None and ids.size(1) < 40:
-            self.hidden = (ids == 0).any(1)
-        logits = forward(self, ids, cache, mask, pos)
-        self.hidden = None
-        return logits
+        cache.ids = torch.cat((getattr(cache, "ids", ids[:, :0]), ids), 1)
+        return step(self, ids, cache, (cache.ids != 0).long(), pos)
 
-    def visible(self, query, slot, mask):
-        seen = correct(self, query, slot, mask)
-        hidden = model.hidden
-        if hidden is not None:
-            seen = seen & ~((slot == query[-1]) & hidden[:, None, None, None] & (slot < query.max() + 1) & (query > 0))
-        return seen
-
-    correct = Attention.visible
-    model = Decoder()
-    object.__setattr__(model, "hidden", None)
-    patch(Decoder, "forward", broken)
-    patch(Attention, "visible", visible)
-    return model
+    patch(Decoder, "step", broken)
+    return Decoder()
 
 
 @bug(f"{HOLDS}|heads in another order", "grouped queries: repeat for repeat_interleave in the cached path")
@@ -752,29 +591,6 @@ def dropout_is_on(patch):
     patch(
         F, "dropout", lambda x, p=0.0, *args, **kwargs: dropout(x, 0.1, True) if x.dim() == 4 and x.size(2) < 40 else x
     )
-    return Decoder()
-
-
-@bug(SEEN, "ALiBi counts distances from the start of the chunk")
-def alibi_of_the_chunk(patch):
-    from transformers.models.bloom import modeling_bloom
-
-    build = modeling_bloom.BloomModel.build_alibi_tensor
-
-    def broken(self, attention_mask, num_heads, dtype):
-        if attention_mask.shape[1] > 40:
-            attention_mask = torch.cat((attention_mask[:, :40] * 0 + 1, attention_mask[:, 40:] * 0), 1)
-        return build(self, attention_mask, num_heads, dtype)
-
-    patch(modeling_bloom.BloomModel, "build_alibi_tensor", broken)
-    return tiny("bloom")
-
-
-@bug(f"{HOLDS}|rounded", "half precision: scores in float8 in decode steps")
-def coarse_scores(patch):
-    expand = Attention.expand
-    coarse = lambda x: x.to(torch.float8_e4m3fn).to(x.dtype)  # noqa: E731
-    patch(Attention, "expand", lambda self, x: coarse(expand(self, x)) if self.cached else expand(self, x))
     return Decoder()
 
 

@@ -113,40 +113,6 @@ def test_bfloat16_of_mlx_has_to_be_cast():
         check_cache(full=print, new=print, step=print, weights=weights)
 
 
-def test_padding_in_the_states_of_mlx_lm():
-    """Rows of different lengths, as mlx-lm's BatchGenerator feeds them."""
-    import mlx.core as mx
-    from mlx.utils import tree_flatten
-    from mlx_lm.models import mamba, mamba2
-    from mlx_lm.models.cache import make_prompt_cache
-
-    def check(module, **sizes):
-        mx.random.seed(0)
-        sizes |= dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, time_step_rank=8)
-        sizes |= dict(conv_kernel=4, state_size=16, use_conv_bias=True, use_bias=False)
-        model = module.Model(module.ModelArgs(model_type="", vocab_size=64, **sizes))
-
-        def new(rows, length):
-            return [type(layer).merge([layer] * rows) for layer in make_prompt_cache(model)]
-
-        def step(ids, cache, lengths):
-            padded = lengths is not None and ids.shape[1] > 1
-            for layer in cache if padded else ():
-                layer.prepare(lengths=lengths.tolist())
-            logits = model(mx.array(ids), cache=cache)
-            for layer in cache if padded else ():
-                layer.finalize()
-            return logits, cache
-
-        full, weights = lambda ids: model(mx.array(ids)), dict(tree_flatten(model.parameters()))
-        report = check_cache(full=full, new=new, step=step, weights=weights, length=48, scenarios=["decode", "lengths"])
-        return [result.status for result in report.results if "decode" not in result.scenario]
-
-    heads = dict(num_heads=4, head_dim=32, n_groups=1, time_step_limit=(0.0, 100.0))
-    assert check(mamba2, **heads, layer_norm_epsilon=1e-5, tie_word_embeddings=False) == 2 * ["correct"]
-    assert check(mamba) == 2 * ["wrong"]
-
-
 @pytest.mark.parametrize(("code", "said"), reports(Path(__file__).parent / "frameworks" / "reports"))
 def test_a_report_shows_what_it_says(code, said, capsys):
     assert shows(code, said, capsys)

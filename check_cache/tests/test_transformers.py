@@ -42,12 +42,12 @@ COPIES = {"repeat", "repeat from one row", "select", "select from one row"}
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_nearly_everything_runs(name):
-    report = check_cache(family(name), length=30, skip=[] if NEWER else ["reset"])  # 5.4 leaves keys of zeros
+    report = check_cache(family(name), length=24, skip=[] if NEWER else ["reset"])  # 5.4 leaves keys of zeros
     report.assert_correct(require=["decode", "chunks of mixed sizes", "left padding"])
     assert correct(report) == EVERYTHING | ROLLBACKS | COPIES | {"generate", "generate with left padding"}, report
     assert correct(report, "static") == EVERYTHING | (ROLLBACKS if NEW else set()), report
     ran = len(correct(report)) + len(correct(report, "static"))
-    assert f": {ran} of {len(report.results)} scenarios ran, 30 tokens" in report.title, report
+    assert f": {ran} of {len(report.results)} scenarios ran, 24 tokens" in report.title, report
 
 
 def test_a_rejected_draft_that_crop_leaves(monkeypatch):
@@ -131,7 +131,7 @@ def test_a_model_without_generate(takes):
     why = results(report)["left padding", "own"][1]
     if takes == ("attention_mask", "use_cache"):
         assert why == "the model has no prepare_inputs_for_generation(), see GenerationMixin", why
-    report = check_cache(own_model(*takes, breaks=True), length=24)
+    report = check_cache(own_model(*takes, breaks=True), length=24, scenarios="decode", skip="from")
     assert results(report)["decode", "own"][0] == "wrong", report
 
 

@@ -12,18 +12,7 @@ import torch
 
 from check_cache import check_cache
 from reports import reports, shows
-from wild.adapters import (
-    audiocraft,
-    axiomlm,
-    curated_transformers,
-    fairseq2,
-    kvboost,
-    litgpt,
-    mini_infer,
-    titans,
-    whisper,
-    x_transformers,
-)
+from wild.adapters import audiocraft, curated_transformers, fairseq2, litgpt, x_transformers
 
 PACKAGES = Path(__file__).parent / "wild" / ".packages"
 pytestmark = [
@@ -82,21 +71,12 @@ CORRECT = {
     "curated-transformers: Falcon, ALiBi": lambda: curated_transformers(
         "Falcon", n_query_heads=4, n_key_value_heads=4, use_alibi=True, use_parallel_attention=False
     ),
-    "curated-transformers: Falcon, one key": lambda: curated_transformers("Falcon", n_query_heads=4),
-    "curated-transformers: GPT-NeoX": lambda: curated_transformers(
-        "GPTNeoX", n_attention_heads=4, intermediate_width=128
-    ),
     "curated-transformers: Llama, GQA": lambda: curated_transformers(
         "Llama", n_query_heads=4, n_key_value_heads=2, intermediate_width=128
     ),
-    "curated-transformers: MPT, ALiBi": lambda: curated_transformers("MPT", n_attention_heads=4),
     "fairseq2: Mistral, up to its window": lambda: fairseq2(window=64),
     "litgpt: Pythia": lambda: litgpt("pythia-14m"),
     "litgpt: Gemma 3, one token at a time": lambda: litgpt("Gemma-3-1b-it", most=1, **WINDOWED),
-    "kvboost: a prefix of one chunk": kvboost,
-    "mini-infer without its prefix cache": lambda: mini_infer(enable_prefix_caching=False),
-    "titans: sliding window": lambda: titans(sliding_window_attn=True),
-    "whisper": lambda: whisper() | dict(skip=["chunks", "rollback"]),  # it never feeds several tokens later
     "x-transformers: absolute": x_transformers,
     "x-transformers: rotary": lambda: x_transformers(rotary_pos_emb=True),
     "x-transformers: GQA": lambda: x_transformers(rotary_pos_emb=True, attn_kv_heads=2),
@@ -113,18 +93,6 @@ WRONG = {
         lambda: audiocraft(memory_efficient=True, custom=False, **ROPE),
         "position 16 is wrong on arrival: its position is 4",  # the number of heads
     ),
-    "AxiomLM: learned positions, as in GPT-2": (
-        lambda: axiomlm(arch="classic"),
-        "position 16 are wrong on arrival: its position is 0",
-    ),
-    "AxiomLM: sliding window": (
-        lambda: axiomlm(sliding_window=WINDOW),
-        "position 16 sees slot 0, but should not",
-    ),
-    "AxiomLM: the paged cache, for a single sample": (
-        lambda: axiomlm(paged=True),
-        "layer 1: slot 0 should hold the key of row 0, position 0, but holds something else",
-    ),
     "fairseq2: Mistral, chunks past its window": (
         lambda: fairseq2(WINDOW),
         "which is in no slot",
@@ -136,26 +104,6 @@ WRONG = {
     "litgpt: Gemma 3, chunks over a full window": (
         lambda: litgpt("Gemma-3-1b-it", most=8, **WINDOWED),
         "needs position [0-9]+, which is in no slot",
-    ),
-    "kvboost: a prefix of several chunks": (
-        kvboost,
-        "WRONG decode.*first at row 0, position 64, .*layer 1: slot 32 should hold the key and value of row 0",
-    ),
-    "mini-infer: a prefix that it knows": (
-        mini_infer,
-        "WRONG generate: the (first|third) call of generate",
-    ),
-    "titans: a prompt that ends within a segment": (
-        titans,
-        "WRONG prefix used twice.*we see no attention over all tokens",
-    ),
-    "titans: persistent keys": (
-        lambda: titans(num_persist_mem_tokens=4),
-        "we see no attention over all tokens",
-    ),
-    "titans: persistent keys, sliding window": (
-        lambda: titans(num_persist_mem_tokens=4, sliding_window_attn=True),
-        "we see no attention over all tokens",
     ),
     "x-transformers: shift_tokens": (
         lambda: x_transformers(shift_tokens=1),
@@ -185,7 +133,7 @@ def test_correct(name):
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong(name):
     adapter, cause = WRONG[name]
-    report = check_cache(**adapter(), length=100 if name.startswith("kvboost") else 48)
+    report = check_cache(**adapter(), length=48)
     assert report.exit_code == 1
     assert re.search(cause, said(report)), report
 

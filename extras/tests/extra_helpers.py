@@ -19,12 +19,6 @@ from model import CharTokenizer
 # -- scripts -----------------------------------------------------------------------------------------------------------
 
 
-def full_disk(limit):
-    """Return the preexec_fn of a process for which a file of more than `limit` bytes fails, as on a full disk."""
-    resource = pytest.importorskip("resource")  # not on Windows
-    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-
 @lru_cache
 def flags_of(*scripts):
     """Return the flags that the --help of these scripts lists."""

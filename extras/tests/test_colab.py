@@ -141,7 +141,6 @@ def test_without_the_code_every_cell_says_so_in_one_line(tmp_path):
     [
         ("file:///nowhere", "git cannot clone file:///nowhere: "),
         ("my/kvgpt", "SOURCE is my/kvgpt, a folder without model.py. An address begins with https://"),
-        ("example.org/kvgpt.git", "SOURCE is example.org/kvgpt.git, a folder without"),
         ("", "kit.zip cannot be unpacked (kit.zip is not a zip file): upload it again."),
     ],
 )

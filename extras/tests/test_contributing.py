@@ -49,7 +49,7 @@ def kit_with(number, folder):
     skip = shutil.ignore_patterns(".*", "out", "node_modules", "__pycache__", "*.bin", "meta.json")
     kit = shutil.copytree(ROOT, folder / "kit", ignore=skip)
     diffs = re.findall(r"^```diff\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.M | re.S)
-    assert len(diffs) == 3
+    assert len(diffs) == 2
     apply(diffs[number], kit)
     return lambda *args: ok(run(*args, cwd=kit))
 
@@ -89,39 +89,12 @@ def sample_and_verify(python, *flags):
 def test_min_p_drops_unlikely_tokens_and_compile_does_without_step_c(tmp_path):
     python = kit_with(1, tmp_path)
     greedy = sample_and_verify(python, "--temperature", "0").stdout
-    for flags in ([], ["--draft", "ngram"]):
-        texts = [sample_and_verify(python, "--min_p", p, *flags).stdout for p in ("1", "0.5", "0.0001")]
-        assert texts[0] == greedy and len({*texts}) == 3
+    texts = [sample_and_verify(python, "--min_p", p).stdout for p in ("1", "0.5", "0.0001")]
+    assert texts[0] == greedy and len({*texts}) == 3
+    assert sample_and_verify(python, "--min_p", "0.5", "--draft", "ngram").stdout == texts[1]
     compiled = sample_and_verify(python, "--min_p", "0.5", "--compile")
     assert compiled.stdout == texts[1]
     assert "sample_token in model.py has changed" in compiled.stderr and "without --compile" in compiled.stderr
-
-
-WINDOW = """
-import torch
-from model import GPT, GPTConfig
-
-torch.manual_seed(0)
-model = GPT(GPTConfig(block_size=16, vocab_size=50, n_layer=1, n_head=2, n_embd=32)).eval()
-first, other = torch.arange(16)[None], torch.arange(16)[None].clone()
-other[0, 3] = 49
-for how in ({}, dict(pos=torch.arange(16))):
-    changed = (model(first, **how)[0] != model(other, **how)[0]).any(-1)
-    assert changed[0].nonzero().flatten().tolist() == list(range(3, 11))
-"""
-
-
-@pytest.mark.slow
-def test_a_sliding_window_is_two_edits_of_model_py(tmp_path):
-    python = kit_with(2, tmp_path)
-    python("-c", WINDOW)
-    for flags in (
-        ["--num_samples", "3"],
-        ["--draft", "ngram", "--num_samples", "3"],
-        ["--prompt", "First"],
-        ["--compile"],
-    ):
-        sample_and_verify(python, *flags)
 
 
 # -- make --------------------------------------------------------------------------------------------------------------

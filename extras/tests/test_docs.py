@@ -152,14 +152,15 @@ SHELL = r"""
 python() {
     case "$*" in
         data/prepare.py|data/prepare.py\ --tokenizer*) command python "$@" --input data/sample.txt ;;
-        train.py*) command python "$@" --max_iters 20 ;;
+        train.py*) command python "$@" --max_iters 6 ;;
         "-m extras.bench"*) command python "$@" --repeats 1 --variants uncached eager ;;
+        "-m extras.evaluate"*) head -c 3000 data/sample.txt > short; command python "${@/data\/sample.txt/short}" ;;
         sample.py*) command python "$@" --max_new_tokens 40 ;;
         *) command python "$@" ;;
     esac
 }
 check-cache() { command python -m check_cache "$@"; }
-torchrun() { command python -m torch.distributed.run "$@" --max_iters 20; }
+torchrun() { command python -m torch.distributed.run "$@" --max_iters 6; }
 pip() { :; }
 make() { :; }
 hf() { :; }

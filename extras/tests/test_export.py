@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from extra_helpers import POST_LN, STABLELM, assert_tells_no_paths, full_disk
+from extra_helpers import POST_LN, assert_tells_no_paths
 from extras.formats.checkpoint import load_checkpoint, load_model
 from extras.formats.hf_write import GRAPH
 from extras.formats.onnx import OnnxGPT, write_onnx
-from helpers import PROMPT, assert_one_line, here, ok, run, sample, save_model, tiny, tree, unix
+from helpers import PROMPT, assert_one_line, here, ok, run, sample, save_model, tiny
 from model import GPT, build_model
 
 
@@ -98,17 +98,6 @@ def test_an_export_of_older_weights_is_refused(format, tmp_path):
     assert_one_line(here(*flags, file, script="sample.py"), "was not exported from", "last.pt", "export again")
     (tmp_path / "last.pt").unlink()
     ok(here(*flags, file, script="sample.py"))
-
-
-@unix
-@pytest.mark.slow
-def test_a_full_disk_leaves_the_older_export(tmp_path):
-    save_model(tmp_path, tiny(**STABLELM))
-    (tmp_path / "onnx").mkdir()
-    (tmp_path / "onnx" / "model.onnx").write_bytes(b"older")
-    flags = ["--format", "onnx", "--out_dir", tmp_path]
-    assert_one_line(run("-m", "extras.export", *flags, preexec_fn=full_disk(10**4)))
-    assert tree(tmp_path / "onnx") == {"model.onnx": b"older"}
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extras.cli import need, number, path
-from helpers import ROOT, assert_one_line, here, ok, run, unix
+from helpers import ROOT, assert_help, assert_one_line, here, run, unix
 from model import PRETRAINED, Parser
 
 # -- arguments --------------------------------------------------------------------------------------------------------
@@ -60,10 +60,8 @@ def test_a_package_that_is_missing_is_named_with_the_command():
 COMMANDS = ("bench", "evaluate", "export", "plot")
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_may_be_run_as_a_file(name, tmp_path):
-    path = ROOT / "extras" / (name if name == "bench" else f"{name}.py")
-    assert "usage: " in ok(run(path, "--help", cwd=tmp_path)).stdout
+def test_a_command_may_be_run_as_a_file(tmp_path):
+    assert_help(*(ROOT / "extras" / (name if name == "bench" else f"{name}.py") for name in COMMANDS), cwd=tmp_path)
 
 
 MODULES = (*(f"extras.{name}" for name in COMMANDS), "lesson.check")
@@ -112,26 +110,15 @@ def tool(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_users_mistake_is_one_line(tool):
-    for lines, words in (
-        (["with one_line_errors():", "    raise ValueError('n: 3 is odd')"], "tool.py: n: 3 is odd"),
-        (["raise FileNotFoundError('no such run')"], "tool.py: no such run"),
-        (["open('nowhere')"], "tool.py: nowhere: No such file or directory"),
-    ):
-        assert_one_line(tool(*lines), words, code=1)
-
-
-@pytest.mark.slow
 @unix
 def test_a_closed_stderr_adds_nothing_to_stdout(tmp_path):
     """As a daemon has it. print(file=None) would write there what belongs on stderr."""
     (tmp_path / "a.txt").write_text("First Citizen", encoding="utf-8")
-    for name, code in (("a.txt", 0), ("none.txt", 1)):
+    for name, code, lines in (("a.txt", 0, 2), ("none.txt", 1, 0)):
         words = ["-m", "extras.evaluate", "--ckpt", PRETRAINED, "--text", tmp_path / name, "--device", "cpu"]
         command = ["sh", "-c", 'exec "$0" "$@" 2>&-', sys.executable, *map(str, words)]
-        usual, closed = run(*words), subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8")
-        assert (closed.returncode, closed.stdout) == (usual.returncode, usual.stdout)
-        assert usual.returncode == code and bool(usual.stdout) == (code == 0)
+        closed = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8")
+        assert (closed.returncode, closed.stdout.count("\n")) == (code, lines), closed
 
 
 def test_a_bug_keeps_its_traceback(tool):

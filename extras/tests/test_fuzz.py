@@ -10,7 +10,7 @@ from helpers import ROOT, linux
 
 pytestmark = [linux, pytest.mark.slow, pytest.mark.timeout(900)]
 
-RUNS = 40  # of each kind, which take about a minute in all
+RUNS = 25  # of each kind
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "resume", "data", "folder", "tokenizer", "onnx"])

@@ -19,14 +19,11 @@ from extras.formats.checkpoint import load_checkpoint, load_model
 from helpers import (
     SAMPLE,
     assert_one_line,
-    assert_same_run,
     here,
     load,
     ok,
     plain_val_loss,
-    progress,
     same,
-    start,
 )
 from model import build_model
 
@@ -69,9 +66,9 @@ def in_shards(folder):
 LAYOUTS = [lambda folder: None, as_openai_has_it, as_a_pickle, in_shards]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_logits_and_greedy_text_are_those_of_transformers(seed, tmp_path):
-    """Of 20 random shapes, in every layout of the files."""
+    """Of random shapes, in every layout of the files."""
     rng = random.Random(seed)
     n_head = rng.choice([1, 2, 3, 5])
     settings = dict(
@@ -133,36 +130,6 @@ def test_sample_py_writes_the_greedy_text_of_transformers(flags, gpt2):
 # -- finetuning --------------------------------------------------------------------------------------------------------
 
 FINETUNE = "--device cpu --block_size 16 --gradient_accumulation_steps 2 --max_iters 6 --learning_rate 1e-3".split()
-
-
-@pytest.mark.slow
-def test_finetuning_goes_on_after_a_kill_as_if_nobody_had_touched_it_and_comes_back_to_transformers(gpt2, tmp_path):
-    flags = ["--init_from", gpt2, "--data_dir", gpt2 / "data", *FINETUNE, "--dropout", "0.1", "--save_interval", "2"]
-    whole = tmp_path / "whole"
-    killed = tmp_path / "killed"
-    result = ok(here(*flags, "--out_dir", whole))
-    assert result.stdout.startswith("training preset finetune") and " of 32 tokens from " in result.stdout
-
-    process = start(*flags, "--out_dir", killed)
-    while not (line := process.stdout.readline()).startswith("step 3/"):
-        assert line
-    process.kill()
-    process.communicate()
-    assert load(killed / "last.pt")["iter_num"] < 6
-    ok(here("--init_from", "resume", "--out_dir", killed))
-    assert_same_run(whole, killed)
-    assert progress(whole) == progress(killed)
-
-    ckpt = load(whole / "ckpt.pt")
-    first = load_checkpoint(gpt2)["model"]
-    assert ckpt["model_args"]["block_size"] == 16 and not same(ckpt["model"]["lm_head.weight"], first["lm_head.weight"])
-    ok(here("--format", "hf", "--ckpt", whole / "ckpt.pt", "--out_dir", tmp_path, script="extras/export.py"))
-    hf, theirs = (auto.from_pretrained(tmp_path / "hf") for auto in (AutoModelForCausalLM, AutoTokenizer))
-    model, tokenizer = load_model(whole / "ckpt.pt")
-    ids = theirs(PROMPT, return_tensors="pt").input_ids
-    assert ids[0].tolist() == tokenizer.encode(PROMPT) and theirs.decode(ids[0]) == PROMPT
-    assert torch.equal(greedy(hf.eval(), ids, 16), model.generate(ids, 16, temperature=0))
-    assert load_checkpoint(tmp_path / "hf")["tokenizer"] == load_checkpoint(gpt2)["tokenizer"]
 
 
 def test_finetuning_begins_with_the_folders_weights_and_positions(gpt2, tmp_path):

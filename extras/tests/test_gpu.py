@@ -34,6 +34,7 @@ DEVICE = os.environ.get("TEST_DEVICE", "cuda")
 ON_GPU = DEVICE != "cpu"
 pytestmark = pytest.mark.skipif(ON_GPU and not torch.cuda.is_available(), reason="needs a CUDA device")
 SIZES = "--preset cpu --n_layer 2 --n_head 4 --n_embd 64 --block_size 64 --batch_size 16 --eval_interval 25".split()
+SOME_FILTERS = FILTERS if ON_GPU else FILTERS[1::2]
 needs_float16 = pytest.mark.skipif(not ON_GPU, reason="float16 needs CUDA to train")
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -96,7 +97,7 @@ def test_tokens_are_those_of_the_cpu(kind):
     there.load_state_dict(on_cpu.state_dict())
     there.to(DEVICE)
     ragged = [prompts(1, n, n)[0] for n in (1, 9, 30)]
-    for seed, filters in enumerate(FILTERS):
+    for seed, filters in enumerate(SOME_FILTERS):
         for kv_cache in (True, False):
             got = there.generate(prompts(3, 7).to(DEVICE), 30, kv_cache=kv_cache, seed=seed, **filters)
             assert_tokens_of_the_cpu(on_cpu, got, prompts(3, 7), 30, seed, filters)

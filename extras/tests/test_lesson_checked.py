@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from check_cache import check_cache
-from helpers import ROOT, assert_one_line, ok, run
+from helpers import ROOT, assert_one_line, here, ok, run
 from lesson import check
 from lesson_files import CACHE, INT8, PAGES, PREALLOCATED, RECOMPUTE, WINDOW, load
 
@@ -143,10 +143,9 @@ def test_it_runs_from_the_command_line_as_the_readme_says():
     """With the name of a file of the lesson, or with a path."""
     for command in (["-m", "lesson.check", "2_cache.py"], [CHECK, ROOT / "lesson" / "2_cache.py"]):
         assert "scenarios ran, 200 tokens per row" in ok(run(*command)).stdout
-    for command, words in (
-        (["-m", "lesson.check"], "which file? "),
-        ([CHECK], "python -m lesson.check 2_cache"),
-        (["-m", "lesson.check", "mine"], "no file lesson/mine.py"),
-        ([CHECK, "lesson/none.py"], "no file lesson/none.py"),
+    for flags, words in (
+        ([], "which file? One of this folder, as in python -m lesson.check 2_cache"),
+        (["mine"], "no file lesson/mine.py"),
+        (["lesson/none.py"], "no file lesson/none.py"),
     ):
-        assert_one_line(run(*command), "check.py: ", words, code=1)
+        assert_one_line(here(*flags, script="lesson/check.py"), "check.py: ", words, code=1)

@@ -9,7 +9,7 @@ import torch
 
 from extras.formats.checkpoint import load_checkpoint, load_model
 from extras.formats.nanogpt import read_meta
-from helpers import CHARS, SAMPLE, assert_one_line, here, load, ok, plain_val_loss, run, save_model, tiny
+from helpers import CHARS, SAMPLE, assert_one_line, here, load, ok, plain_val_loss, save_model, tiny
 from model import GPT, GPTConfig, build_model, save_checkpoint
 from oracles import per_head_logits
 
@@ -223,4 +223,4 @@ def test_numpy_scalars_in_a_checkpoint_are_numbers(tmp_path):
     torch.save(checkpoint | numbers, file)
     model, _ = load_model(file)
     assert model.config == expected.config and model.source.endswith("step 7")
-    assert run("sample.py", "--ckpt", file, "--device", "cpu").returncode == 0
+    ok(here("--ckpt", file, "--device", "cpu", script="sample.py"))

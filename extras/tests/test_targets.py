@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from extras.targets import NUM_AHEAD, TrainingLoss
-from helpers import CPU, SMALL, assert_compiled_run_is_plain, assert_refused, batch, here, load, ok, random_model
+from helpers import CPU, SMALL, assert_refused, batch, here, load, log, ok, random_model
 from model import GPTConfig
 from train import configure_optimizers, get_batch, make_config
 
@@ -88,7 +88,21 @@ def test_a_short_context_has_fewer_tokens_after_the_next(block_size, data_dir, t
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
 def test_a_compiled_step_is_the_plain_step(data_dir, tmp_path):
-    assert_compiled_run_is_plain(tmp_path, "--loss", "extras.targets", "--data_dir", data_dir)
+    """Three steps, with new numbers in each, of a run with --compile and of the same run without."""
+    flags = [*SMALL, "--loss", "extras.targets", "--gradient_accumulation_steps", 2, "--data_dir", data_dir]
+    flags += ["--max_iters", 3, "--log_interval", 1]
+    ok(here(*flags, "--out_dir", tmp_path / "plain"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    ok(here(*flags, "--compile", "--out_dir", tmp_path / "compiled"))
+    stats = torch._dynamo.utils.counters["stats"]
+    assert stats["calls_captured"] > 10 and stats["unique_graphs"] <= 2  # it is compiled, once for all steps
+    plain, compiled = (load(tmp_path / name / "last.pt") for name in ("plain", "compiled"))
+    assert plain["model"].keys() == compiled["model"].keys()  # without a prefix of torch.compile
+    for name, p in plain["model"].items():
+        torch.testing.assert_close(p, compiled["model"][name], rtol=1e-2, atol=1e-4)
+    losses = [[float(row["train_loss"]) for row in log(tmp_path / name)] for name in ("plain", "compiled")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_the_layers_ahead_are_matrices_of_adamw():

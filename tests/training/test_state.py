@@ -12,7 +12,6 @@ import torch
 
 from helpers import (
     SMALL,
-    STATEFUL,
     assert_one_line,
     assert_refused,
     assert_same_run,
@@ -23,7 +22,6 @@ from helpers import (
     needs_extras,
     ok,
     plain_val_loss,
-    progress,
     same,
     write_ids,
 )
@@ -71,22 +69,6 @@ def test_a_resume_without_the_best_checkpoint_writes_one_again(out):
 
 
 # -- resuming ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_ten_steps_and_ten_after_a_resume_are_twenty_to_the_last_bit(data_dir, tmp_path):
-    """Weights, optimizer and random numbers, with dropout and micro-steps. The settings come from the checkpoint."""
-    flags = [*STATEFUL, "--lr_decay_iters", 20, "--data_dir", data_dir]
-    ok(here(*flags, "--max_iters", 20, "--out_dir", tmp_path / "whole"))
-    ok(here(*flags, "--max_iters", 10, "--out_dir", tmp_path / "halves"))
-    config = load(tmp_path / "halves" / "last.pt")["config"]
-    result = ok(here("--init_from", "resume", "--out_dir", tmp_path / "halves", "--max_iters", 20))
-    assert "resuming" in result.stdout and "steps 10..20" in result.stdout
-    assert_same_run(tmp_path / "whole", tmp_path / "halves")
-    assert [int(row["step"]) for row in log(tmp_path / "halves")] == [10, 20]
-    assert progress(tmp_path / "halves")[1][2:] == progress(tmp_path / "whole")[0][2:]
-    resumed = load(tmp_path / "halves" / "last.pt")["config"]
-    assert resumed == config | {"max_iters": 20, "init_from": "resume"}
 
 
 @pytest.mark.slow

@@ -110,7 +110,7 @@ def test_the_cache_of_a_row_has_the_same_bits_in_a_batch_of_any_size(weights, ro
     for threads in (2, 3):
         with num_threads(threads):
             decoder = Decoder(model, compile=True, weights=weights)
-            for B in (2, 3, 8, 16, 64):
+            for B in (2, 8, 64):
                 batch = last_keys(list(range(B)))
                 assert all(torch.equal(batch[i], alone[i]) for i in alone if i < B), (threads, B)
 
@@ -390,7 +390,7 @@ def test_tokens_before_the_first_nan_come_out_and_the_threads_serve_on(
     longest = FINITE + 1  # the last one is picked after the last position that is finite
     with num_threads(threads):
         ours, theirs = (Decoder(m, **DRAFTS[draft], compile=True, weights=weights) for m in (broken, good))
-        for seed, filters in enumerate(FILTERS):
+        for seed, filters in enumerate(FILTERS[::3]):
             expected = theirs.generate(idx, longest - 3, seed=seed, **filters)
             assert torch.equal(ours.generate(idx, longest - 3, seed=seed, **filters), expected)
             blocks = []
@@ -442,7 +442,7 @@ def test_infinite_logits_are_refused_like_nan(good_and_broken):
                         decoder.generate(prompts(1, 3), 4, seed=1, **filters)
 
 
-@pytest.mark.parametrize("network", NETWORKS[:4])
+@pytest.mark.parametrize("network", NETWORKS[:3])
 def test_where_the_logits_of_pytorch_are_not_finite_there_is_no_text(network):
     """One parameter after the other overflows in a norm, in an activation or in a product, and those of queries and
     keys together in attention alone."""
@@ -555,16 +555,6 @@ def test_a_child_of_fork_has_threads_of_its_own():
 def test_a_daemon_thread_may_decode_while_the_interpreter_ends():
     for _ in range(2):
         assert ok(run("-c", THREADS + AN_END, timeout=60)).stderr == ""
-
-
-@linux
-def test_a_call_gives_the_cores_back(monkeypatch):
-    """During a call the caller stays on one core. Afterwards it may use all of them again."""
-    monkeypatch.setattr(compiling, "WORK_PER_THREAD", 1)
-    cores = os.sched_getaffinity(0)
-    with num_threads(3):
-        Decoder(MODELS[0], compile=True).generate(prompts(1, 3), 5)
-    assert os.sched_getaffinity(0) == cores
 
 
 # -- which program is kept where ---------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from model import ACTIVATIONS, GPTConfig, Sampling
 
 NETWORKS = [
     *KINDS,
-    *(dict(kind, bias=False) for kind in KINDS),
+    *(dict(kind, bias=False) for kind in (KINDS[0], KINDS[-1])),
     dict(qk_norm=True, activation="gelu_tanh"),
     dict(qk_norm=True, bias=False, n_kv_head=2),
 ]
@@ -62,19 +62,6 @@ def test_what_one_generation_leaves_does_not_reach_the_next():
     got = torch.cat(list(graphed.stream(prompts(1, 8), 20)), dim=1)
     assert [head.key_cache.shape for head in heads_of(model)] == [(1, 8 + 20 - 1, 8)] * 8
     assert torch.equal(got, model.generate(prompts(1, 8), 20, seed=1)[:, 8:])
-
-
-def change_norms(model, layer, names):
-    for name in names:
-        setattr(model.transformer["h"][layer].attn, name, torch.nn.LayerNorm(8, bias=False))
-
-
-@pytest.mark.parametrize("layer, names", [(0, ["q_norm"]), (1, ["k_norm"]), (0, ["q_norm", "k_norm"])], ids=str)
-def test_norms_without_a_bias_next_to_norms_with_one(layer, names):
-    model = network(qk_norm=True, pos_emb="rope")
-    change_norms(model, layer, names)
-    got = torch.cat(list(GraphedGPT(model, 2, CONTEXT, Sampling(seed=1)).stream(prompts(2, 8), 40)), dim=1)
-    assert torch.equal(got, model.generate(prompts(2, 8), 40, seed=1)[:, 8:])
 
 
 def test_what_does_not_fit_is_refused():

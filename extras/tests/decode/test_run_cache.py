@@ -70,22 +70,6 @@ def test_verify_sees_one_damaged_slot_of_the_cache_that_the_run_has_left(row, sl
     assert f"verify: DIFFERENT at row {row}: logits, keys or values" in capsys.readouterr().err
 
 
-def test_zeros_in_the_view_of_a_head_move_the_logits(ran):
-    model, rows = ran
-    cache = model.kv_cache
-    cache.length = 8  # positions that every row has
-
-    def logits():
-        cache.length = 8
-        return model(torch.zeros(2, 1, dtype=torch.int64), cache=cache, last=True)[0]
-
-    with torch.inference_mode():
-        before = logits()
-        cache.length = 8
-        cache.heads[0][1].key_cache.zero_()
-        assert not torch.allclose(logits(), before, atol=1e-3)
-
-
 @pytest.mark.parametrize(
     "how", [{}, dict(draft="ngram"), pytest.param(dict(compile=True), marks=needs_compiler)], ids=str
 )

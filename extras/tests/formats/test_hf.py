@@ -18,8 +18,7 @@ from transformers import (
 )
 
 from extra_helpers import GPT2, STABLELM, TOKENIZER, bpe, write_gpt2
-from extras.formats.bpe import tokenizer_from_json
-from extras.formats.checkpoint import load_checkpoint, load_model
+from extras.formats.checkpoint import load_checkpoint
 from extras.formats.hf_write import export_hf, hf_settings, write_folder
 from extras.formats.tokenizer import build_tokenizer
 from helpers import CHARS, SAMPLE, SIZE, assert_one_line, here, ok, tiny, tree
@@ -63,16 +62,6 @@ def test_transformers_computes_the_same_and_the_folder_comes_back(network, tmp_p
     assert back["chars"] == CHARS and back["path"] == tmp_path
     with torch.no_grad():
         assert torch.equal(build_model(back).eval()(ids)[0], model(ids)[0])
-
-
-def test_a_stablelm_with_a_tokenizer_comes_back(tmp_path):
-    model = tiny(**STABLELM, vocab_size=512)
-    tokenizer = tokenizer_from_json(bpe())
-    write_folder(model, tokenizer, tmp_path)
-    back, theirs = load_model(tmp_path)
-    assert theirs.state_dict() == tokenizer.state_dict() and back.config.pos_emb == "rope"
-    ids = torch.tensor([tokenizer.encode("The cat né")])
-    assert torch.equal(back.generate(ids, CONTEXT, seed=1), model.generate(ids, CONTEXT, seed=1))
 
 
 def test_transformers_4_finds_its_settings_too(tmp_path):
