@@ -11,21 +11,20 @@ from model import generate
 
 
 class AttentionInputs(TorchFunctionMode):
-    """Inside the block, `seen` gets q, k, v and mask of each call of attention while `running` is True."""
+    """Inside the block, `last` has q, k, v and mask of the last call of attention."""
 
-    def __init__(self, seen):
+    def __init__(self):
         super().__init__()
-        self.seen = seen
-        self.running = False
+        self.last = {}
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if function is F.scaled_dot_product_attention and self.running:
+        if function is F.scaled_dot_product_attention:
             q, k, v = args
             mask = kwargs.get("attn_mask")
             if kwargs.get("is_causal"):
                 mask = torch.ones(q.size(2), k.size(2), dtype=torch.bool, device=q.device).tril()
-            self.seen.update(q=q, k=k, v=v, mask=mask)
+            self.last = dict(q=q, k=k, v=v, mask=mask)
         return function(*args, **kwargs)
 
 
@@ -45,16 +44,12 @@ def watch(model, layer=0):
         "lm_head": model.lm_head,
     }
     seen = {}
-    inputs = AttentionInputs(seen)
+    inputs = AttentionInputs()
 
-    def before(module, args):  # x, rope, pos, mask, cache
-        inputs.running = True
-        seen["pos"] = args[2]
+    def after(module, args, out):  # args: x, rope, pos, mask, cache
+        seen.update(inputs.last, pos=args[2])
 
-    def after(module, args, out):
-        inputs.running = False
-
-    hooks = [block.attn.register_forward_pre_hook(before), block.attn.register_forward_hook(after, always_call=True)]
+    hooks = [block.attn.register_forward_hook(after)]
     for name, module in modules.items():
         hooks.append(module.register_forward_hook(lambda module, args, out, name=name: seen.update({name: out})))
     try:

@@ -45,6 +45,9 @@ the registers of the chip. */
 
 #define NONE -1 /* the pick where the logits are infinite or NaN */
 
+/* NORM is one of these: the name of its class in PyTorch. */
+enum { LayerNorm };
+
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef float four __attribute__((vector_size(16), aligned(4)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -355,9 +358,9 @@ static void matmul(const Worker *w, int n, Rows x, Params params, const float *r
     }
 }
 
-/* LayerNorm of n numbers; y may be x. Where the variance overflows, PyTorch gives NaN for some n and 0 for others. We
+/* The norm of n numbers; y may be x. Where the variance overflows, PyTorch gives NaN for some n and 0 for others. We
  * give NaN, because a network that reads zeros writes text as if nothing had happened. */
-INLINE void layer_norm(const float *x, Params params, float *y, int n) {
+INLINE void norm(const float *x, Params params, float *y, int n) {
     const float *weight = params.weight;
     if (!weight) {
         memmove(y, x, n * sizeof(float));
@@ -465,7 +468,7 @@ static void forward(const Worker *w) {
     for (int l = 0; l < N_LAYER; l++) {
         const Layer *layer = m->layer + l;
         /* queries, keys and values. Every part computes all norms, which is faster than waiting for them */
-        for (int i = 0; i < n; i++) layer_norm(x.data + i * X, m->norm[2 * l], in.data + i * X, N_EMBD);
+        for (int i = 0; i < n; i++) norm(x.data + i * X, m->norm[2 * l], in.data + i * X, N_EMBD);
         lap(w, NORMS);
         matmul(w, n, in, layer->c_attn, NULL, qkv);
         meet(w, PRODUCTS);
@@ -480,12 +483,12 @@ static void forward(const Worker *w) {
                 const float *next_key = NULL;
                 if (n > TILE_TOKENS && i + 1 < n && g->row[i + 1] != g->row[i])
                     next_key = keys + (size_t)(g->row[i + 1] - g->row[i]) * N_KV_HEAD * BLOCK_SIZE * HEAD_SIZE;
-                layer_norm(k, layer->k_norm, k, HEAD_SIZE);
+                norm(k, layer->k_norm, k, HEAD_SIZE);
                 if (m->cos) rotate(k, m->cos + rope, m->sin + rope);
                 memcpy(keys + pos * HEAD_SIZE, k, HEAD_SIZE * sizeof(float));
                 memcpy(values + pos * HEAD_SIZE, v, HEAD_SIZE * sizeof(float));
                 for (int j = h * GROUP * HEAD_SIZE; j < (h + 1) * GROUP * HEAD_SIZE; j += HEAD_SIZE) {
-                    layer_norm(q + j, layer->q_norm, q + j, HEAD_SIZE);
+                    norm(q + j, layer->q_norm, q + j, HEAD_SIZE);
                     if (m->cos) rotate(q + j, m->cos + rope, m->sin + rope);
                     attend(q + j, keys, values, pos + 1, next_key, w->weights, y.data + i * X + j);
                 }
@@ -495,7 +498,7 @@ static void forward(const Worker *w) {
         meet(w, PRODUCTS);
 
         /* MLP */
-        for (int i = 0; i < n; i++) layer_norm(x.data + i * X, m->norm[2 * l + 1], in.data + i * X, N_EMBD);
+        for (int i = 0; i < n; i++) norm(x.data + i * X, m->norm[2 * l + 1], in.data + i * X, N_EMBD);
         lap(w, NORMS);
         matmul(w, n, in, layer->c_fc, NULL, fc);
         meet(w, PRODUCTS);
@@ -515,7 +518,7 @@ static void forward(const Worker *w) {
 
     /* logits of the tokens that a pick follows */
     for (int j = 0; j < g->num_picks; j++) {
-        layer_norm(x.data + g->fed[j] * X, m->norm[2 * N_LAYER], in.data + j * X, N_EMBD);
+        norm(x.data + g->fed[j] * X, m->norm[2 * N_LAYER], in.data + j * X, N_EMBD);
     }
     lap(w, NORMS);
     matmul(w, g->num_picks, in, m->lm_head, NULL, logits);
