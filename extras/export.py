@@ -19,7 +19,7 @@ from extras.formats.checkpoint import load_checkpoint
 from extras.formats.hf_read import known_ids
 from extras.formats.onnx import export_onnx, fits_one_file  # before ONNX Runtime itself, because it turns telemetry off
 from extras.formats.tokenizer import build_tokenizer
-from model import build_model, find_checkpoint
+from model import build_model
 
 ONNX = ("onnx", "onnxscript", "onnxruntime")
 PACKAGES = {"onnx": ONNX, "hf": ("transformers", "tokenizers", "safetensors"), "web": ONNX}
@@ -28,12 +28,7 @@ PACKAGES = {"onnx": ONNX, "hf": ("transformers", "tokenizers", "safetensors"), "
 def parse_args():
     parser = Parser(__doc__)
     add = parser.add_argument
-    add(
-        "--format",
-        choices=PACKAGES,
-        required=True,
-        help="output format, and the name of the folder in --out_dir",
-    )
+    add("--format", choices=PACKAGES, required=True, help="output format, and the name of the folder in --out_dir")
     add("--out_dir", type=path, help="the folder of the run, with ckpt.pt, where the export goes too (default: out)")
     add("--ckpt", type=path, metavar="FILE", help="default: ckpt.pt in --out_dir, or the pretrained model")
     add("--onnx", action="store_true", help="with --format hf: write onnx/model.onnx too, which takes longest")
@@ -49,7 +44,7 @@ def main():
     args = parse_args()
     with one_line_errors():
         need(f"--format {args.format}", *PACKAGES[args.format], *(ONNX if args.onnx else ()))
-        checkpoint = load_checkpoint(find_checkpoint(args.ckpt or args.out_dir), args.meta)
+        checkpoint = load_checkpoint(args.ckpt or args.out_dir, args.meta)
         if not checkpoint.keys() & {"chars", "tokenizer"}:
             what = "a model of ids, and an export needs their vocabulary"
             fail(f"{checkpoint['path']} is {what}: pass it as --meta, a tokenizer or nanoGPT's meta.pkl")

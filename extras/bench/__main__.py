@@ -7,7 +7,7 @@
     python -m extras.bench --parts --batch 64               where a step of --compile spends its time
 
 Every variant starts from one token and fills the context. After a warm-up the variants take turns, --repeats times, and
-the figures are medians. Our own variants must give the tokens of a forward without a cache, or the benchmark fails. If a
+the figures are medians. The benchmark fails unless our own variants give the tokens of a forward without a cache. If a
 variant cannot run here, it is left out, and a note says why.
 """
 
@@ -45,7 +45,6 @@ from model import (
     GPTConfig,
     Sampling,
     build_model,
-    find_checkpoint,
     generate,
     gumbel_noise,
     near_tie,
@@ -90,19 +89,20 @@ COLUMNS = {  # of the table: key of a row, title and format; the figures are tho
 # -- the variants ------------------------------------------------------------------------------------------------------
 
 
-def warm_runs(names, model, ngrams, llama2c, idx):
+def warm_runs(names, model, llama2c, idx):
     """Return {name: run} of the variants that can continue idx `(B, T)`, after each has done so once, and the seconds.
 
     run(idx, steps, seed, record) calls record(block) with each block `(B, n)` of new tokens as it arrives.
     """
     B = len(idx)
     whole_context = B * model.config.block_size
+    drafts = B * (NUM_DRAFTS + 1)
     makers = {
         "uncached": lambda: recorded(plain_stream(model, kv_cache=False), num_threads(model, whole_context)),
         "eager": lambda: recorded(plain_stream(model), num_threads(model, B)),
         "compile": lambda: recorded(compiled_stream(model, B)),
-        "draft": lambda: recorded(Decoder(model, "ngram", ngrams).stream, num_threads(model, B * (NUM_DRAFTS + 1))),
-        "compile+draft": lambda: recorded(Decoder(model, "ngram", ngrams, compile=True).stream),
+        "draft": lambda: recorded(Decoder(model, "ngram", model.ngrams).stream, num_threads(model, drafts)),
+        "compile+draft": lambda: recorded(Decoder(model, "ngram", model.ngrams, compile=True).stream),
         "int8": lambda: recorded(Decoder(rounded(model), compile=True, weights="int8").stream),
         "onnx": lambda: recorded(graph_stream(model, OnnxGPT)),
         "openvino": lambda: recorded(graph_stream(model, lambda file: OpenVinoGPT(file, model.config))),
@@ -254,7 +254,7 @@ def compare_tokens(name, model, idx, tokens):
                 fail(f"DIFFERENT from a forward without a cache: {name}, seed {seed}, row {row}, new token {step}")
 
 
-def bench(file, model, ngrams, idx, args):
+def bench(file, model, idx, args):
     """Measure one model, from `file`, with the prompts idx `(B, T)`, and print the table.
 
     Returns its rows, a dict per variant.
@@ -264,7 +264,7 @@ def bench(file, model, ngrams, idx, args):
     shape = f"{config.n_layer}/{config.n_head}/{config.n_embd}/{config.block_size}"
     steps = config.block_size - T
     note(f"measuring {shape} {f'of {file} ' if file else ''}..")
-    runs, seconds = warm_runs(args.variants, model, ngrams, args.llama2c, idx)
+    runs, seconds = warm_runs(args.variants, model, args.llama2c, idx)
     if not runs:
         fail("nothing could be measured")
     note(f"{args.repeats} runs of {len(runs)} variants, about {args.repeats * (seconds + 0.02 * len(runs)):.0f} s")
@@ -409,15 +409,15 @@ def network(recipe, sizes):
 
 
 def models(args):
-    """Yield (file, model, ngrams) of each model. Raises FileNotFoundError or ValueError with one line."""
+    """Yield (file, model) for each model. Raises FileNotFoundError or ValueError with one line."""
     if args.shapes:
         for sizes in args.shapes:
             torch.manual_seed(1337)
-            yield None, GPT(network(args.recipe or "modern", sizes)).eval(), None
+            yield None, GPT(network(args.recipe or "modern", sizes)).eval()
     else:
         for file in args.ckpt or [None]:
-            checkpoint = load_checkpoint(find_checkpoint(file))
-            yield str(checkpoint["path"]), build_model(checkpoint).eval(), checkpoint.get("ngrams")
+            checkpoint = load_checkpoint(file)
+            yield str(checkpoint["path"]), build_model(checkpoint).eval()
 
 
 def main():
@@ -425,16 +425,16 @@ def main():
     share_cores()
     with one_line_errors():
         found = list(models(args))  # read every file before measuring, so that a bad one fails at once
-        for _, model, _ in found:
+        for _, model in found:
             model.to(pick_device(args.device))
 
-    device = found[0][1].lm_head.weight.device
+    device = found[0][1].device
     idx = torch.zeros(args.batch, 1, dtype=torch.int64, device=device)  # token 0 is usually the newline
     if args.parts:
-        for _, model, _ in found:
+        for _, model in found:
             print(aligned(parts(model, idx, args.repeats), num_left=1), end="\n\n")
         return
-    measured = [bench(file, model, ngrams, idx, args) for file, model, ngrams in found]
+    measured = [bench(file, model, idx, args) for file, model in found]
     if args.json:
         rows = [row for rows in measured for row in rows]
         file = Path(args.json)

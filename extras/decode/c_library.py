@@ -98,7 +98,7 @@ def check_struct_sizes(library, *structs):
             raise TypeError(f"{struct.__name__} has {ctypes.sizeof(struct)} bytes in c_library.py and {size} in step.c")
 
 
-# -- what the structures hold, because step.c reads and writes wherever it says ----------------------------------------
+# -- checks of what the structures hold, because step.c reads and writes wherever they say -----------------------------
 
 
 def state_fields(config, end):

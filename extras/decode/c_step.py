@@ -1,8 +1,8 @@
 """The C backend: compiles step.c for the shape of a model, packs the weights, and runs steps.
 
-guard.py    whether step.c and cuda_graph.py compute what this model.py computes
+guard.py      whether step.c and cuda_graph.py compute what this model.py computes
 c_build.py    the program, compiled for one shape
-c_pack.py     the weights, in the order in which step.c reads them
+c_pack.py     the shape, and the weights in the order in which step.c reads them
 c_library.py  the structures and the threads that both sides share
 """
 

@@ -21,7 +21,7 @@ from extras.decode.c_library import CompileError
 from extras.decode.guard import refuse_other_networks
 from model import NOT_FINITE, TRAIN_MODE, rotate, sample_token, slide
 
-TOKENS_AT_ONCE = 32  # we read so many tokens together, because the GPU pauses when we wait for it
+TOKENS_AT_ONCE = 32  # that we read together, because the GPU pauses while we wait for it
 
 
 class GraphedGPT:

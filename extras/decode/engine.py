@@ -12,8 +12,8 @@ from extras.decode.c_step import CompileError, compile_step
 from extras.decode.cuda_graph import GraphedGPT
 from extras.decode.guard import refuse_other_sampling
 from extras.decode.ngrams import ngram_table
-from extras.decode.speculate import BatchState, prefill, rows_by_prompt, speculative_step
-from model import GPT, TRAIN_MODE, Sampling, gumbel_noise, num_threads, slide
+from extras.decode.speculate import BatchState, noise_window, prefill, speculative_step
+from model import GPT, TRAIN_MODE, Sampling, num_threads, slide
 
 WORK_PER_CALL = 2**28  # multiply-adds; so the C backend returns about every 20 milliseconds, and output streams
 NUM_DRAFTS = 3  # draft tokens per step; with the newest token that makes 4 rows, one tile of the matrix kernel
@@ -180,7 +180,8 @@ class Generation:
             counters = self.run(1)
             state.limit.copy_(limit)
             for first, rows in copies:
-                state.cached[rows] = slots = state.end[rows[0]] - 1
+                slots = state.end[rows[0]] - 1
+                state.cached[rows] = slots
                 for keys in self.cache.key + self.cache.value:
                     keys[rows, :, :slots] = keys[first, :, :slots]
         for name, count in zip(("forwards", "offered", "accepted"), counters):
@@ -226,6 +227,14 @@ def new_state(contexts, sampling, config):
     )
 
 
+def rows_by_prompt(state):
+    """Group the rows by their tokens: lists, in the order of their first rows."""
+    same = {}
+    for row, (tokens, end) in enumerate(zip(state.tokens.tolist(), state.end.tolist())):
+        same.setdefault(tuple(tokens[:end]), []).append(row)
+    return list(same.values())
+
+
 def new_tokens(state, before, after):
     """Return the tokens in slots before[i] to after[i] - 1 of every row, `(B, n)`, padded with -1."""
     if len(set(before)) == len(set(after)) == 1:  # the common case, with few operations
@@ -234,31 +243,3 @@ def new_tokens(state, before, after):
     slots = torch.tensor(before)[:, None] + torch.arange(longest)
     block = state.tokens.gather(1, slots.clamp(max=state.tokens.size(1) - 1))
     return block.masked_fill(slots >= torch.tensor(after)[:, None], -1)
-
-
-def noise_window(model, state, seed, chunk):
-    """Return noise_of(steps): the noise `(B, chunk, V)` of each row from its own step on, on the device of the model.
-
-    steps is (B,) int64. We compute up to 64 steps at once, because that is cheaper.
-    """
-    B = len(state.end)
-    vocab_size = model.config.vocab_size
-    device = model.lm_head.weight.device
-    width = max(chunk, min(64, 2**22 // (B * vocab_size)))
-    first = None
-    noise = None  # the step where each row's window starts, and its noise
-
-    def noise_of(steps):
-        nonlocal first, noise
-        offsets = None if noise is None else (steps - first).tolist()
-        if noise is None or not all(0 <= offset <= width - chunk for offset in offsets):
-            first = steps
-            offsets = [0] * B
-            window = (first[:, None] + torch.arange(width)).to(device)
-            noise = gumbel_noise(seed, state.sample.to(device), window, vocab_size)
-        if len(set(offsets)) == 1:
-            return noise[:, offsets[0] : offsets[0] + chunk]
-        at = (torch.tensor(offsets)[:, None] + torch.arange(chunk)).to(device)
-        return noise.gather(1, at[..., None].expand(-1, -1, vocab_size))
-
-    return noise_of

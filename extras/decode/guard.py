@@ -1,8 +1,8 @@
-"""Does --compile compute what this model.py computes? That is step.c, and on a GPU cuda_graph.py.
+"""Does --compile compute what this model.py computes? It runs step.c, or on a GPU cuda_graph.py.
 
-They are a few functions of model.py, rewritten. Comparing outputs could not prove that they agree, because a difference
-may show only late in the text. So they belong to one version of each function, whose hash stands here. If one has
-changed, or the model has a layer that they do not know, we decode without --compile.
+Both are a few functions of model.py, rewritten. Comparing outputs could not prove that they agree, because a difference
+may show only late in the text. So they belong to one version of each function, whose hash is here. If one has changed,
+or the model has a layer that they do not know, we decode without --compile.
 """
 
 import ast
@@ -24,9 +24,9 @@ import model as model_py
 from extras.decode.c_library import CompileError
 from extras.decode.c_pack import NORMS
 
-# Function of model.py: its hash, what computes the same in step.c, and in cuda_graph.py, which calls the rest. Once you
-# have changed both to match, put in the hash that the message names. Comments, docstrings and the layout of the code do
-# not count.
+# A function of model.py: its hash, and what computes the same in step.c and in cuda_graph.py. None: cuda_graph.py calls
+# the function itself. Once you have changed both to match, put in the hash that the message names. Comments, docstrings
+# and the layout of the code do not count.
 REPEATED = {
     "KVCache.next_positions": ("b9e5242586c8fa5c", "plan, accept", "stream"),
     "KVCache.update": ("e57f12edf27cfaff", "forward", "attend"),

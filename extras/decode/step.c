@@ -645,32 +645,25 @@ static int context_row(const Table *table, const int64_t *text, int end) {
     return row;
 }
 
-/* The draft tokens of one row in a forward. */
+/* The draft tokens of one row so far, in a forward. */
 typedef struct {
-    int most, context; /* how many at most, and the row of the n-gram table after those so far */
-    float chance;      /* that all of them so far are right */
+    int context;  /* the row of the n-gram table after them */
+    float chance; /* that all of them are right */
 } Draft;
 
-/* Prepare to draft up to `room` tokens after the `end` known ones. */
-static Draft start_draft(const Worker *w, const int64_t *text, int end, int room) {
-    Draft g = {.most = room, .chance = 1};
-    if (g.most) g.context = context_row(w->table, text, end);
-    return g;
-}
-
 /* Write a draft token to text[pos]. Returns 0 if it is too unlikely to be worth a row of the forward. */
-static int draft_next(const Worker *w, Draft *g, int row, int64_t *text, int pos) {
+static int draft_next(const Worker *w, Draft *draft, int row, int64_t *text, int pos) {
     const State *s = w->state;
     const Table *table = w->table;
     /* the token that the table picks with the same noise. The larger its margin, the likelier the model picks it too:
      * see docs/speed.md */
     float margin;
-    const float *logits = table->logits + (size_t)g->context * VOCAB_SIZE;
+    const float *logits = table->logits + (size_t)draft->context * VOCAB_SIZE;
     int token = sample_token(w, row, pos - s->first_new[row], logits, &margin);
-    g->chance *= 1 / (1 + expf(-0.67f * margin / fmaxf(*s->temperature, 0.5f)));
-    if (g->chance < MIN_CHANCE) return 0;
+    draft->chance *= 1 / (1 + expf(-0.67f * margin / fmaxf(*s->temperature, 0.5f)));
+    if (draft->chance < MIN_CHANCE) return 0;
     text[pos] = token;
-    g->context = table->after[g->context * VOCAB_SIZE + token];
+    draft->context = table->after[draft->context * VOCAB_SIZE + token];
     return 1;
 }
 
@@ -688,13 +681,13 @@ static int plan(const Worker *w, int row) {
         if (end >= limit) continue;
         room = room < w->num_drafts ? room : w->num_drafts;
         if (g->n + 1 + room > MAX_TOKENS) return row;
-        Draft draft = start_draft(w, text, end, room);
-        for (int pos = s->cached[row]; pos < end + draft.most; pos++) {
+        Draft draft = {room ? context_row(w->table, text, end) : 0, 1};
+        for (int pos = s->cached[row]; pos < end + room; pos++) {
             if (g->n == MAX_TOKENS) return row; /* the rest of a long prompt follows in the next forward */
             g->row[g->n] = row, g->pos[g->n] = pos, g->token[g->n] = text[pos], g->n++;
             if (pos < end - 1) continue;
             g->fed[g->num_picks++] = g->n - 1; /* a pick follows this token, and maybe a draft token */
-            if (pos + 1 == end + draft.most || !draft_next(w, &draft, row, text, pos + 1)) break;
+            if (pos + 1 == end + room || !draft_next(w, &draft, row, text, pos + 1)) break;
         }
     }
     return row;

@@ -58,7 +58,7 @@ FIXED = {
         **ROPE,
     ),
 }
-# GPT-2's and ours. The last name of each is the one that we write
+# GPT-2's names and ours. Where several mean the same, we write the last one.
 ACTIVATIONS = {"gelu_python": "gelu", "gelu": "gelu"}
 TANH = ("gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate", "gelu_new")
 ACTIVATIONS |= dict.fromkeys(TANH, "gelu_tanh")
@@ -144,11 +144,11 @@ def known_ids(value, size):
 
 
 def special_tokens(folder, settings, size):
-    """Return what the folder says about special tokens, for an export later: ids and names. An export checks them.
+    """Return the special tokens that the folder names, for a later export, which checks them.
 
-    The ids, such as {"eos": 50256}, come from config.json and generation_config.json, whose own overrides that unless
-    the vocabulary of `size` tokens has none of it; the names, such as {"eos_token": "<|endoftext|>"}, from
-    tokenizer_config.json and special_tokens_map.json.
+    Ids, such as {"eos": 50256}, come from config.json and generation_config.json. The second one wins, unless the
+    vocabulary of `size` tokens has none of its ids. Names, such as {"eos_token": "<|endoftext|>"}, come from
+    special_tokens_map.json and tokenizer_config.json, of which the second one wins.
     """
 
     def optional(name):

@@ -66,7 +66,7 @@ def to_transformers(model):
     theirs = hf.state_dict()
     for name, part in their_parts(model).items():
         theirs[name].copy_(part)  # a bias that our network lacks stays 0
-    return hf.to(model.lm_head.weight.device).eval()
+    return hf.to(model.device).eval()
 
 
 def write_folder(model, tokenizer, folder, special_tokens=None):

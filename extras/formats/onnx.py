@@ -157,7 +157,7 @@ def write_onnx(model, tokenizer, file, queries=False):
 
 @contextmanager
 def without_warnings():
-    """Leave out those of the exporter, which are for people who write graphs by hand."""
+    """Leave out the exporter's warnings, which are for people who write graphs by hand."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -198,12 +198,12 @@ def export_onnx(model, tokenizer, folder, eos=()):
 
 
 @torch.no_grad()
-def genai_config(model, ids, eos=()):
+def genai_config(model, ids, eos):
     """Return the content of genai_config.json for the graph of write_onnx.
 
     ids  own_text(model)
-    eos  ids at which text ends. None: that of the token which the model expects least, because
-         onnxruntime-genai insists on one
+    eos  ids at which text ends; none: that of the token which the model expects least, because onnxruntime-genai
+         insists on one
     """
     config = model.config
     eos = list(eos) or [model(ids)[0].log_softmax(-1).amax((0, 1)).argmin().item()]
@@ -234,7 +234,7 @@ NUMPY = {"float": np.float32, "float16": np.float16, "double": np.float64, "int6
 
 
 class OnnxCache:
-    """The cache of an OnnxGPT, which ONNX Runtime returns anew at every step, longer by the tokens fed.
+    """The cache of an OnnxGPT. ONNX Runtime returns a new one at every step, longer by the tokens fed.
 
     past    keys and values in turn, an OrtValue per layer, `(B, nkv, length, hs)`
     length  positions so far
