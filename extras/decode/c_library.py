@@ -5,7 +5,6 @@ import os
 import threading
 import weakref
 from dataclasses import fields
-from functools import lru_cache
 
 import torch
 
@@ -77,7 +76,6 @@ class Table(Struct):
     _fields_ = addresses("logits", "after")
 
 
-@lru_cache
 def model_struct(n_layer):
     class Model(Struct):
         _fields_ = [

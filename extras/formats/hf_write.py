@@ -41,7 +41,7 @@ def hf_settings(model):
             nearest = f"{kind}, the closest class of transformers, is exported with {name}={values[-1]} only"
             raise ValueError(f"{name}={getattr(config, name)}: {nearest}")
 
-    settings = {theirs: getattr(config, ours) for ours, theirs in SETTINGS[kind].items()}
+    settings = {theirs: getattr(config, ours) for ours, (theirs, _) in SETTINGS[kind].items()}
     settings |= dict(model_type=kind, vocab_size=config.vocab_size, tie_word_embeddings=config.tie_weights)
     settings |= dict(bos_token_id=None, eos_token_id=None)
     # without this entry transformers.js in a browser looks for model_quantized.onnx
