@@ -214,7 +214,7 @@ def summary(times, sizes, num_tokens):
 
 
 def memory_share():
-    """Return the part of the machine's memory that this process uses, from 0 to 1. Only Linux says it; elsewhere 0."""
+    """Return the share of the machine's memory that this process uses, from 0 to 1. Only Linux says; elsewhere 0."""
     try:
         resident = int(Path("/proc/self/statm").read_text().split()[1])
         return resident / os.sysconf("SC_PHYS_PAGES")
@@ -223,7 +223,7 @@ def memory_share():
 
 
 def measure(runs, idx, steps, repeats):
-    """Return {name: what `timed` gives for the seeds 0, 1, ..}. A machine's speed changes, so they take turns."""
+    """Return {name: results of `timed` for the seeds 0, 1, ..}. A machine's speed changes, so variants take turns."""
     results = {name: [] for name in runs}
     turns = [(seed, name, run) for seed in range(repeats) for name, run in runs.items()]
     with tqdm(turns, "measure", leave=False, disable=None) as bar:
@@ -268,7 +268,7 @@ def bench(file, model, idx, args):
     if not runs:
         fail("nothing could be measured")
     note(f"{args.repeats} runs of {len(runs)} variants, about {args.repeats * (seconds + 0.02 * len(runs)):.0f} s")
-    ours = {name: run for name, run in runs.items() if name not in BASELINES}
+    ours = [name for name in runs if name not in BASELINES]
 
     rows = {}
     for name, results in measure(runs, idx, steps, args.repeats).items():

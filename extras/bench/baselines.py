@@ -128,7 +128,7 @@ def ctranslate2_run(model):
     def generate(threads, idx, max_new_tokens):
         texts = generators[threads].generate_batch(
             [[str(id) for id in row] for row in idx.tolist()],
-            min_length=max_new_tokens,  # otherwise token 0 would end a text
+            min_length=max_new_tokens,  # otherwise token 0 would end the text
             max_length=max_new_tokens,
             include_prompt_in_result=False,
             sampling_topk=0,

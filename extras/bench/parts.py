@@ -1,6 +1,6 @@
 """python -m extras.bench --parts: where a step of --compile spends its time, next to what this machine can do.
 
-step.c is compiled once more, with a clock between the kinds of work. Its first thread's times stand for all threads,
+This compiles step.c again, with a clock between the kinds of work. The times of its first thread stand for all threads,
 which do the same amount of work.
 """
 

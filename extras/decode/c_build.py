@@ -46,7 +46,7 @@ def load_library(macros):
             compile_source(commands, flags, made)
             program = made.read_bytes()
             library = open_library(made)
-    # no program may run from that folder, the compiler hangs, or it made some other library
+    # programs may not run from that folder, the compiler hangs, or it made a different library
     except (OSError, subprocess.TimeoutExpired, AttributeError) as error:
         raise CompileError(f"the C backend cannot be compiled or loaded ({error})") from None
     with suppress(OSError):  # if the folder cannot be written, we compile again next time

@@ -102,7 +102,7 @@ def check_struct_sizes(library, *structs):
 def state_fields(config, end):
     """Return what step.c expects in a BatchState: {name: (dtype, shape, smallest value, largest value)}.
 
-    end  that of the state, whose values bound those of others
+    end  of the state, because it bounds what else the state holds
     """
     B = len(end)
     full = config.block_size + 1

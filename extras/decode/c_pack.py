@@ -116,7 +116,7 @@ def huge_pages(size):
 
 
 def placer(memory):
-    """Return place(tensor), which copies tensors into `memory`, one after the other. None: each is a copy by itself."""
+    """Return place(tensor), which copies tensors into `memory`, one after the other. None: into memory of their own."""
     end = 0
 
     def place(tensor):
@@ -139,7 +139,7 @@ def empty_cache(shape, count):
     size = 4 * math.prod(shape)
     memory = huge_pages(count * size) if count * size > LARGE else None
     with torch.inference_mode(False):  # a tensor made in inference mode cannot be written outside of it
-        if memory is None:  # torch's defaults may be another dtype and device
+        if memory is None:  # whatever torch's default dtype and device are
             return [torch.empty(shape, dtype=torch.float32, device="cpu") for _ in range(count)]
         return [part.view(torch.float32).view(shape) for part in memory[: count * size].split(size)]
 

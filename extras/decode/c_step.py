@@ -54,8 +54,8 @@ def compile_step(model, num_drafts, table, weights="float32", parts=False):
     how many draft tokens were offered and accepted. It raises FloatingPointError if the logits of the next step are
     infinite or NaN, and ValueError for a damaged state.
 
-    We copy all weights, so later changes to the model have no effect. Raises CompileError. bind raises TypeError if a
-    tensor of the state has another dtype or shape than in BatchState.
+    We copy all weights, so later changes to the model have no effect. Raises CompileError. bind raises TypeError unless
+    each tensor of the state has the dtype and shape that BatchState says.
     """
     for p in model.parameters():
         if p.device.type != "cpu" or p.dtype != torch.float32:

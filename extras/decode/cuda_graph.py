@@ -28,7 +28,7 @@ class GraphedGPT:
     """A GPT whose step, sampling included, is one CUDA graph: one generation at a time, with batch_size rows.
 
     slots     of the cache
-    sampling  a Sampling, whose settings but for the seed are recorded
+    sampling  a Sampling, whose settings are recorded, except the seed
     On any other device there is no graph, and every step is launched as usual. Make a new one after you change or move
     the model: the graph reads its weights where they were, and has copies of those of q_norm and k_norm. Raises
     CompileError if the network is not that of model.py.

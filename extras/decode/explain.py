@@ -79,7 +79,7 @@ def attention_weights(model, idx, layer=0):
 
 
 def explain(model, tokenizer, text, max_new_tokens, sampling):
-    """Print the shapes in the first layer during the prefill of a text and two decode steps after it.
+    """Print the shapes in the first layer while it prefills the text, and in two decode steps after it.
 
     max_new_tokens  None: until the context is full
     sampling        a Sampling

@@ -638,7 +638,7 @@ static int sample_token(const Worker *w, int row, int64_t step, const float *log
 
 /* -- speculation: speculate.py in C -------------------------------------------------------------------------------- */
 
-/* The row of the n-gram table after `end` tokens of a text. Its context is the newest of them. */
+/* The row of the n-gram table after the first `end` tokens of the text. Its context is the newest of them. */
 static int context_row(const Table *table, const int64_t *text, int end) {
     int row = 0;
     for (int i = end > MAX_ORDER ? end - MAX_ORDER : 0; i < end; i++) row = table->after[row * VOCAB_SIZE + text[i]];

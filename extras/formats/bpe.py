@@ -12,7 +12,7 @@ from extras.formats.unsupported import refuse_pointer
 from model import CharTokenizer
 
 # The library's time and memory grow with the square of the length of a word, so we cut long text into pieces. We cut
-# where a token ends in any case: before a single space; in text without any, at a line; or else, in DNA, anywhere.
+# where a token ends anyway: before a single space; in text without any, at a line; or else, in DNA, anywhere.
 PIECE = 2**12  # characters, at least
 FAR = 2**16  # characters in which to look for a better place
 CUTS = [re.compile(pattern) for pattern in (r"(?<=\S)(?= \S)", r"(?<=\S\n)(?=\S)", r"(?<=\S)(?=\S)")]

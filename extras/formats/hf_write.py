@@ -28,9 +28,7 @@ def hf_settings(model):
     hidden = model.transformer["h"][0].mlp.c_proj.in_features
     if config.pos_emb == "learned":
         kind = "gpt2"
-        allowed = dict(
-            norm_first=(True,), activation=("gelu_tanh", "gelu"), qk_norm=(False,), n_kv_head=(config.n_head,)
-        )
+        allowed = dict(norm_first=(True,), activation=("gelu_tanh", "gelu"), n_kv_head=(config.n_head,))
     else:
         kind = "stablelm"
         allowed = dict(norm_first=(True,), activation=("swiglu",), bias=(False,))
