@@ -19,7 +19,7 @@ from extras.formats.checkpoint import load_checkpoint
 from extras.formats.hf_read import known_ids
 from extras.formats.onnx import export_onnx, fits_one_file  # before ONNX Runtime itself, because it turns telemetry off
 from extras.formats.tokenizer import build_tokenizer
-from model import build_model
+from model import build_model, find_checkpoint
 
 ONNX = ("onnx", "onnxscript", "onnxruntime")
 PACKAGES = {"onnx": ONNX, "hf": ("transformers", "tokenizers", "safetensors"), "web": ONNX}
@@ -44,7 +44,7 @@ def main():
     args = parse_args()
     with one_line_errors():
         need(f"--format {args.format}", *PACKAGES[args.format], *(ONNX if args.onnx else ()))
-        checkpoint = load_checkpoint(args.ckpt or args.out_dir, args.meta)
+        checkpoint = load_checkpoint(find_checkpoint(args.ckpt or args.out_dir), args.meta)
         if not checkpoint.keys() & {"chars", "tokenizer"}:
             what = "a model of ids, and an export needs their vocabulary"
             fail(f"{checkpoint['path']} is {what}: pass it as --meta, a tokenizer or nanoGPT's meta.pkl")
