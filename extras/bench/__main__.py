@@ -31,14 +31,13 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[2]))  # for python extra
 from extras.bench.baselines import OpenVinoGPT, ctranslate2_run, llama2c_run, transformers_run
 from extras.bench.parts import parts
 from extras.cli import Parser, fail, first_line, need, note, number, one_line_errors, path, run_main
-from extras.decode.c_step import torch_threads
 from extras.decode.cuda_graph import GraphedGPT
 from extras.decode.engine import NUM_DRAFTS, Decoder
 from extras.decode.quantize import round_weights
 from extras.formats.checkpoint import load_checkpoint
 from extras.formats.onnx import OnnxGPT, write_onnx
 from extras.plot import save_pictures
-from extras.threads import share_cores
+from extras.threads import share_cores, torch_threads
 from model import (
     GPT,
     CharTokenizer,

@@ -8,7 +8,6 @@ c_library.py  the structures and the threads that both sides share
 
 import os
 import weakref
-from contextlib import contextmanager
 from ctypes import byref
 
 import torch
@@ -29,6 +28,7 @@ from extras.decode.c_library import (
 )
 from extras.decode.c_pack import MAX_TOKENS, empty_cache, int8_panels, pack_weights, panels, shape_macros
 from extras.decode.guard import refuse_other_networks
+from extras.threads import torch_threads
 from model import KVCache
 
 # Multiply-adds per thread in a step without draft tokens. Below this, waiting for a thread costs more than it saves.
@@ -109,14 +109,3 @@ def compile_step(model, num_drafts, table, weights="float32", parts=False):
 
     bind.library = library
     return bind
-
-
-@contextmanager
-def torch_threads(n):
-    """Run torch on n threads inside the block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(n)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
