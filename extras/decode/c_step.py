@@ -72,9 +72,9 @@ def compile_step(model, num_drafts, table, weights="float32", parts=False):
     rows_per_thread = ROWS_PER_THREAD_SMALL if num_params < MEDIUM else ROWS_PER_THREAD
     layout = int8_panels if weights == "int8" else panels
     macros = shape_macros(model, MIN_CHANCE if num_params >= SMALL else MIN_CHANCE_SMALL, layout)
-    library = load_library(macros | (dict(PARTS=1) if parts else {}))
+    library = load_library(macros | dict(PARTS=int(parts)))
     check_struct_sizes(library, model_struct(config.n_layer), Cache, State, Table)
-    with torch_threads(1):  # the rest would keep spinning on cores that ours need next
+    with torch_threads(1):  # torch's other threads would keep spinning on the cores that ours need next
         net = pack_weights(model, library, layout)
     table = table and Table(logits=table[0], after=table[1])
     pool = Pool(library, torch.get_num_threads())

@@ -215,7 +215,7 @@ typedef struct {
 
 /* Where the time goes: seconds of the first thread, by kind of work. extras.bench --parts compiles it in. */
 enum { PRODUCTS, ATTENTION, NORMS, SAMPLING, WAITING, BETWEEN_CALLS, KINDS };
-#ifdef PARTS
+#if PARTS
 #include <time.h>
 double seconds[KINDS];
 static void lap(const Worker *w, int kind) {
