@@ -10,12 +10,12 @@ from torch.overrides import TorchFunctionMode
 from model import generate
 
 
-class AttentionInputs(TorchFunctionMode):
-    """Inside the block, `last` has q, k, v and mask of the last call of attention."""
+class AttentionCalls(TorchFunctionMode):
+    """Inside the block, every call of attention first calls see(q, k, v, mask)."""
 
-    def __init__(self):
+    def __init__(self, see):
         super().__init__()
-        self.last = {}
+        self.see = see
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -24,7 +24,7 @@ class AttentionInputs(TorchFunctionMode):
             mask = kwargs.get("attn_mask")
             if kwargs.get("is_causal"):
                 mask = torch.ones(q.size(2), k.size(2), dtype=torch.bool, device=q.device).tril()
-            self.last = dict(q=q, k=k, v=v, mask=mask)
+            self.see(q, k, v, mask)
         return function(*args, **kwargs)
 
 
@@ -44,16 +44,16 @@ def watch(model, layer=0):
         "lm_head": model.lm_head,
     }
     seen = {}
-    inputs = AttentionInputs()
+    last = {}  # call of attention
 
     def after(module, args, out):  # args: x, rope, pos, mask, cache
-        seen.update(inputs.last, pos=args[2])
+        seen.update(last, pos=args[2])
 
     hooks = [block.attn.register_forward_hook(after)]
     for name, module in modules.items():
         hooks.append(module.register_forward_hook(lambda module, args, out, name=name: seen.update({name: out})))
     try:
-        with inputs:
+        with AttentionCalls(lambda q, k, v, mask: last.update(q=q, k=k, v=v, mask=mask)):
             yield seen
     finally:
         for hook in hooks:

@@ -15,10 +15,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn as nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from extras.cli import first_line, need
+from extras.decode.explain import AttentionCalls
 from extras.formats.compare import compare_with_pytorch, own_text
 from extras.formats.folder import write_tree
 from extras.formats.hf_read import config_of
@@ -80,22 +79,10 @@ class GPTWithPast(nn.Module):
         # Added to the scores. With a boolean mask, the exporter lets every layer look for NaN, which MNN cannot do.
         mask = torch.where(visible, 0.0, torch.finfo(torch.float32).min)
         cache = ConcatCache(past_key_values, mask)
-        with LastQueries() as last:
+        queries = []
+        with AttentionCalls(lambda q, *_: queries.append(q[:, :, -1:])):
             logits, _ = self.model(input_ids, pos=position_ids, cache=cache)
-        return (logits, cache.pairs, last.queries) if self.queries else (logits, cache.pairs)
-
-
-class LastQueries(TorchFunctionMode):
-    """Inside `with LastQueries() as last:` each attention appends the query of the last token to last.queries."""
-
-    def __init__(self):
-        super().__init__()
-        self.queries = []
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is F.scaled_dot_product_attention:
-            self.queries.append(args[0][:, :, -1:])
-        return function(*args, **(kwargs or {}))
+        return (logits, cache.pairs, queries) if self.queries else (logits, cache.pairs)
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
