@@ -28,12 +28,7 @@ PACKAGES = {"onnx": ONNX, "hf": ("transformers", "tokenizers", "safetensors"), "
 def parse_args():
     parser = Parser(__doc__)
     add = parser.add_argument
-    add(
-        "--format",
-        choices=PACKAGES,
-        required=True,
-        help="output format, and the name of the folder in --out_dir",
-    )
+    add("--format", choices=PACKAGES, required=True, help="output format, and the name of the folder in --out_dir")
     add("--out_dir", type=path, help="the folder of the run, with ckpt.pt, where the export goes too (default: out)")
     add("--ckpt", type=path, metavar="FILE", help="default: ckpt.pt in --out_dir, or the pretrained model")
     add("--onnx", action="store_true", help="with --format hf: write onnx/model.onnx too, which takes longest")

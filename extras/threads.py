@@ -12,7 +12,7 @@ the weights stay bit-identical. Always spinning this little would be simpler, bu
 
 import atexit
 import os
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from threading import Event, Thread
@@ -31,6 +31,17 @@ def share_cores():
         if watcher := start(watch, done):
             # a thread that is still inside torch when the interpreter exits would abort the process
             atexit.register(lambda: (done.set(), watcher.join()))
+
+
+@contextmanager
+def torch_threads(n):
+    """Run torch on n threads inside the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def start(target, event):

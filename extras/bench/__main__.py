@@ -7,8 +7,8 @@
     python -m extras.bench --parts --batch 64               where a step of --compile spends its time
 
 Every variant starts from one token and fills the context. After a warm-up the variants take turns, --repeats times, and
-the figures are medians. Our own variants must give the tokens of a forward without a cache, or bench.py fails. If a
-variant cannot run here, it is left out, and bench.py says why.
+the figures are medians. The benchmark fails unless our own variants give the tokens of a forward without a cache. If a
+variant cannot run here, it is left out, and a note says why.
 """
 
 import copy
@@ -22,6 +22,7 @@ from collections import defaultdict
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -34,8 +35,9 @@ from extras.decode.cuda_graph import GraphedGPT
 from extras.decode.engine import NUM_DRAFTS, Decoder
 from extras.decode.quantize import round_weights
 from extras.formats.checkpoint import load_checkpoint
+from extras.formats.onnx import OnnxGPT, write_onnx
 from extras.plot import save_pictures
-from extras.threads import share_cores
+from extras.threads import share_cores, torch_threads
 from model import (
     GPT,
     CharTokenizer,
@@ -43,7 +45,6 @@ from model import (
     Parser,
     Sampling,
     build_model,
-    find_checkpoint,
     generate,
     gumbel_noise,
     near_tie,
@@ -73,7 +74,7 @@ NETWORKS = {  # of train.py's recipes
 FOUR_WIDE = ((6, 6, 384, 256), (4, 4, 64, 32))  # its presets gpu and lecture, which have mlp_ratio 4 in both recipes
 BASELINES = ("hf", "ctranslate2", "llama2c")  # they draw their own random numbers, so their tokens differ from ours
 MOST_MEMORY = 0.5  # of the machine's, for a variant; OpenVINO takes 20 GB for 64 rows of the larger shapes
-COLUMNS = {  # of the table: key of a row, title and format; the figures are those of Timing.summary
+COLUMNS = {  # of the table: key of a row, title and format; the figures are those of `summary`
     "shape": ("shape", "{}"),
     "variant": ("variant", "{}"),
     "tokens_per_s": ("tokens/s", "{:,.0f}"),
@@ -88,22 +89,23 @@ COLUMNS = {  # of the table: key of a row, title and format; the figures are tho
 # -- the variants ------------------------------------------------------------------------------------------------------
 
 
-def warm_runs(names, model, ngrams, llama2c, idx):
+def warm_runs(names, model, llama2c, idx):
     """Return {name: run} of the variants that can continue idx `(B, T)`, after each has done so once, and the seconds.
 
     run(idx, steps, seed, record) calls record(block) with each block `(B, n)` of new tokens as it arrives.
     """
     B = len(idx)
     whole_context = B * model.config.block_size
+    drafts = B * (NUM_DRAFTS + 1)
     makers = {
         "uncached": lambda: recorded(plain_stream(model, kv_cache=False), num_threads(model, whole_context)),
         "eager": lambda: recorded(plain_stream(model), num_threads(model, B)),
         "compile": lambda: recorded(compiled_stream(model, B)),
-        "draft": lambda: recorded(Decoder(model, "ngram", ngrams).stream, num_threads(model, B * (NUM_DRAFTS + 1))),
-        "compile+draft": lambda: recorded(Decoder(model, "ngram", ngrams, compile=True).stream),
+        "draft": lambda: recorded(Decoder(model, "ngram", model.ngrams).stream, num_threads(model, drafts)),
+        "compile+draft": lambda: recorded(Decoder(model, "ngram", model.ngrams, compile=True).stream),
         "int8": lambda: recorded(Decoder(rounded(model), compile=True, weights="int8").stream),
-        "onnx": lambda: recorded(onnx_stream(model)),
-        "openvino": lambda: recorded(openvino_stream(model)),
+        "onnx": lambda: recorded(graph_stream(model, OnnxGPT)),
+        "openvino": lambda: recorded(graph_stream(model, lambda file: OpenVinoGPT(file, model.config))),
         "hf": lambda: transformers_run(model),
         "ctranslate2": lambda: ctranslate2_run(model),
         "llama2c": lambda: llama2c_run(model.config, llama2c),
@@ -113,9 +115,9 @@ def warm_runs(names, model, ngrams, llama2c, idx):
     for name in tqdm(names, "warm-up", leave=False, disable=None):
         try:
             run = makers[name]()
-            timing, _ = timed(run, idx, model.config.block_size - idx.size(1), seed=0)
+            times, *_ = timed(run, idx, model.config.block_size - idx.size(1), seed=0)
             runs[name] = run
-            seconds += timing.times[-1]
+            seconds += times[-1]
         except Exception as error:  # a missing package or compiler, or an edited network, may raise anything
             note(f"no {name} row: {first_line(error)}")
     return runs, seconds
@@ -125,29 +127,21 @@ def recorded(stream, threads=1):
     """Return the run of a stream(idx, steps, seed=seed), with this number of torch's threads."""
 
     def run(idx, steps, seed, record):
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        try:
+        with torch_threads(threads):
             for block in stream(idx, steps, seed=seed):
                 record(block)
-        finally:
-            torch.set_num_threads(before)
 
     return run
 
 
 def plain_stream(model, kv_cache=True):
     """Return the stream of the loop in model.py, for a GPT or whatever `generate` accepts as one."""
-
-    def stream(idx, steps, seed):
-        yield from generate(model, idx, steps, Sampling(seed=seed), kv_cache)
-
-    return stream
+    return lambda idx, steps, seed: generate(model, idx, steps, Sampling(seed=seed), kv_cache)
 
 
 def compiled_stream(model, batch_size):
     """Return the stream of --compile: the C backend, or on a GPU a CUDA graph, recorded once for all runs."""
-    if model.lm_head.weight.is_cuda:
+    if model.device.type == "cuda":
         return GraphedGPT(model, batch_size, model.config.block_size, Sampling()).stream
     return Decoder(model, compile=True).stream
 
@@ -157,22 +151,8 @@ def rounded(model):
     return round_weights(copy.deepcopy(model))
 
 
-def onnx_stream(model):
-    """Return the stream of ONNX Runtime, which runs on the CPU."""
-    from extras.formats.onnx import OnnxGPT
-
-    return graph_stream(model, OnnxGPT)
-
-
-def openvino_stream(model):
-    """Return the stream of OpenVINO on the CPU, for the same graph as onnx_stream."""
-    return graph_stream(model, lambda file: OpenVinoGPT(file, model.config))
-
-
 def graph_stream(model, load):
-    """Export the model to a temporary file and return the stream of load(file)."""
-    from extras.formats.onnx import write_onnx
-
+    """Export the model to a temporary file and return the stream of load(file), which runs on the CPU."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         file = Path(folder) / "model.onnx"
         chars = "".join(chr(0x10000 + i) for i in range(model.config.vocab_size))  # any, because no text is read
@@ -184,69 +164,57 @@ def graph_stream(model, load):
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-class Timing:
-    """Arrival times of the blocks of one generation. The clock starts with the object.
-
-    times  seconds from the start to the arrival of each block
-    sizes  new tokens per row in each block, on average over the rows
-    """
-
-    def __init__(self, device=None):
-        self.device = device
-        self.times = []
-        self.sizes = []
-        self.start = self.now()
-
-    def now(self):
-        """Return the time in seconds, after the device has finished its work."""
-        if self.device is not None and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
-    def record(self, size):
-        """Record the end of a step that gave every row `size` new tokens."""
-        self.times.append(self.now() - self.start)
-        self.sizes.append(size)
-
-    def summary(self, num_tokens):
-        """Return the figures of a generation with num_tokens tokens in all rows together.
-
-        ttft_ms                 time to first token: from the start to the end of the first step
-        tpot_ms                 time per output token: mean over the tokens per row after the first step
-        itl_p50_ms, itl_p99_ms  inter-token latency: median and 99th percentile of the time between blocks
-        e2e_ms                  end to end: from the start to the end of the last step
-        tokens_per_s            num_tokens per second, end to end
-        """
-        gaps = torch.tensor(self.times, dtype=torch.float64).diff() * 1e3
-        p50, p99 = (0.0, 0.0) if not len(gaps) else torch.quantile(gaps, gaps.new_tensor([0.5, 0.99])).tolist()
-        return dict(
-            ttft_ms=self.times[0] * 1e3,
-            tpot_ms=(self.times[-1] - self.times[0]) * 1e3 / max(1, sum(self.sizes[1:])),
-            itl_p50_ms=p50,
-            itl_p99_ms=p99,
-            e2e_ms=self.times[-1] * 1e3,
-            tokens_per_s=num_tokens / self.times[-1],
-        )
-
-
 def timed(run, idx, steps, seed):
-    """Run a variant once. Returns its Timing and the new tokens `(B, steps)`."""
+    """Run a variant once. Returns (times, sizes, new).
+
+    times  seconds from the start to the arrival of each block of new tokens
+    sizes  new tokens per row in each block, on average over the rows
+    new    the new tokens `(B, steps)`
+    """
     blocks = []
-    timing = Timing(idx.device)
+    times = []
+
+    def now():
+        if idx.is_cuda:
+            torch.cuda.synchronize(idx.device)
+        return time.perf_counter()
 
     def record(block):
         if len(blocks) % 16 == 0 and memory_share() > MOST_MEMORY:  # before the machine swaps; looking takes time, too
             raise MemoryError(f"it takes more than {MOST_MEMORY:.0%} of the memory")
-        timing.record((block >= 0).sum().item() / len(block))  # -1 pads a row that was slower
+        times.append(now() - start)
         blocks.append(block)
 
+    start = now()
     run(idx, steps, seed, record)
+    sizes = [(block >= 0).sum().item() / len(block) for block in blocks]  # -1 pads a row that was slower
     rows = torch.cat(blocks, dim=1).to(idx.device)
-    return timing, torch.stack([row[row >= 0] for row in rows])
+    return times, sizes, torch.stack([row[row >= 0] for row in rows])
+
+
+def summary(times, sizes, num_tokens):
+    """Return the figures of a generation with num_tokens tokens in all rows together.
+
+    ttft_ms                 time to first token: from the start to the end of the first step
+    tpot_ms                 time per output token: mean over the tokens per row after the first step
+    itl_p50_ms, itl_p99_ms  inter-token latency: median and 99th percentile of the time between blocks
+    e2e_ms                  end to end: from the start to the end of the last step
+    tokens_per_s            num_tokens per second, end to end
+    """
+    gaps = 1e3 * np.diff(times)
+    p50, p99 = np.percentile(gaps, [50, 99]) if len(gaps) else (0.0, 0.0)
+    return dict(
+        ttft_ms=times[0] * 1e3,
+        tpot_ms=(times[-1] - times[0]) * 1e3 / max(1, sum(sizes[1:])),
+        itl_p50_ms=float(p50),
+        itl_p99_ms=float(p99),
+        e2e_ms=times[-1] * 1e3,
+        tokens_per_s=num_tokens / times[-1],
+    )
 
 
 def memory_share():
-    """Return the part of the machine's memory that this process uses, from 0 to 1. Only Linux says it; elsewhere 0."""
+    """Return the share of the machine's memory that this process uses, from 0 to 1. Only Linux says; elsewhere 0."""
     try:
         resident = int(Path("/proc/self/statm").read_text().split()[1])
         return resident / os.sysconf("SC_PHYS_PAGES")
@@ -255,7 +223,7 @@ def memory_share():
 
 
 def measure(runs, idx, steps, repeats):
-    """Return {name: what `timed` gives for the seeds 0, 1, ..}. A machine's speed changes, so they take turns."""
+    """Return {name: results of `timed` for the seeds 0, 1, ..}. A machine's speed changes, so variants take turns."""
     results = {name: [] for name in runs}
     turns = [(seed, name, run) for seed in range(repeats) for name, run in runs.items()]
     with tqdm(turns, "measure", leave=False, disable=None) as bar:
@@ -286,7 +254,7 @@ def compare_tokens(name, model, idx, tokens):
                 fail(f"DIFFERENT from a forward without a cache: {name}, seed {seed}, row {row}, new token {step}")
 
 
-def bench(file, model, ngrams, idx, args):
+def bench(file, model, idx, args):
     """Measure one model, from `file`, with the prompts idx `(B, T)`, and print the table.
 
     Returns its rows, a dict per variant.
@@ -296,16 +264,16 @@ def bench(file, model, ngrams, idx, args):
     shape = f"{config.n_layer}/{config.n_head}/{config.n_embd}/{config.block_size}"
     steps = config.block_size - T
     note(f"measuring {shape} {f'of {file} ' if file else ''}..")
-    runs, seconds = warm_runs(args.variants, model, ngrams, args.llama2c, idx)
+    runs, seconds = warm_runs(args.variants, model, args.llama2c, idx)
     if not runs:
         fail("nothing could be measured")
     note(f"{args.repeats} runs of {len(runs)} variants, about {args.repeats * (seconds + 0.02 * len(runs)):.0f} s")
-    ours = {name: run for name, run in runs.items() if name not in BASELINES}
+    ours = [name for name in runs if name not in BASELINES]
 
     rows = {}
     for name, results in measure(runs, idx, steps, args.repeats).items():
         if name in ours:
-            compare_tokens(name, rounded(model) if name == "int8" else model, idx, [new for _, new in results])
+            compare_tokens(name, rounded(model) if name == "int8" else model, idx, [new for *_, new in results])
         rows[name] = dict(ckpt=file, shape=shape, variant=name, batch=B) | figures(results, T)
     if "uncached" in rows:
         for row in rows.values():
@@ -318,19 +286,19 @@ def bench(file, model, ngrams, idx, args):
 
 
 def figures(results, T):
-    """Return the medians of results of `timed` after T tokens: the figures of Timing.summary, and ms_per_token.
+    """Return the medians of results of `timed` after T tokens: the figures of `summary`, and ms_per_token.
 
     ms_per_token  {position: milliseconds per token of the steps that ended there}, without the prefill
     """
-    times = defaultdict(list)
-    for timing, _ in results:
-        position = T + timing.sizes[0]
-        for began, ended, size in zip(timing.times, timing.times[1:], timing.sizes[1:]):
+    found = defaultdict(list)
+    for times, sizes, _ in results:
+        position = T + sizes[0]
+        for began, ended, size in zip(times, times[1:], sizes[1:]):
             position += size
-            times[round(position)].append(1e3 * (ended - began) / size)  # with drafts, position is a mean over rows
-    summaries = [timing.summary(new.numel()) for timing, new in results]
+            found[round(position)].append(1e3 * (ended - began) / size)  # with drafts, position is a mean over rows
+    summaries = [summary(times, sizes, new.numel()) for times, sizes, new in results]
     medians = {key: statistics.median(each[key] for each in summaries) for key in summaries[0]}
-    return medians | dict(ms_per_token={position: statistics.median(times[position]) for position in sorted(times)})
+    return medians | dict(ms_per_token={position: statistics.median(found[position]) for position in sorted(found)})
 
 
 # -- the report --------------------------------------------------------------------------------------------------------
@@ -390,12 +358,6 @@ def plot(measured, colors):
     return figure
 
 
-def write(file, content):
-    """Write bytes to a path, and make its folder if needed."""
-    Path(file).parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(Path(file), [content])
-
-
 # -- the command line --------------------------------------------------------------------------------------------------
 
 
@@ -447,15 +409,15 @@ def network(recipe, sizes):
 
 
 def models(args):
-    """Yield (file, model, ngrams) of each model. Raises FileNotFoundError or ValueError with one line."""
+    """Yield (file, model) for each model. Raises FileNotFoundError or ValueError with one line."""
     if args.shapes:
         for sizes in args.shapes:
             torch.manual_seed(1337)
-            yield None, GPT(network(args.recipe or "modern", sizes)).eval(), None
+            yield None, GPT(network(args.recipe or "modern", sizes)).eval()
     else:
         for file in args.ckpt or [None]:
-            checkpoint = load_checkpoint(find_checkpoint(file))
-            yield str(checkpoint["path"]), build_model(checkpoint).eval(), checkpoint.get("ngrams")
+            checkpoint = load_checkpoint(file)
+            yield str(checkpoint["path"]), build_model(checkpoint).eval()
 
 
 def main():
@@ -463,19 +425,21 @@ def main():
     share_cores()
     with one_line_errors():
         found = list(models(args))  # read every file before measuring, so that a bad one fails at once
-        for _, model, _ in found:
+        for _, model in found:
             model.to(pick_device(args.device))
 
-    device = found[0][1].lm_head.weight.device
+    device = found[0][1].device
     idx = torch.zeros(args.batch, 1, dtype=torch.int64, device=device)  # token 0 is usually the newline
     if args.parts:
-        for _, model, _ in found:
+        for _, model in found:
             print(aligned(parts(model, idx, args.repeats), num_left=1), end="\n\n")
         return
-    measured = [bench(file, model, ngrams, idx, args) for file, model, ngrams in found]
+    measured = [bench(file, model, idx, args) for file, model in found]
     if args.json:
         rows = [row for rows in measured for row in rows]
-        write(args.json, (json.dumps(rows, indent=1) + "\n").encode())
+        file = Path(args.json)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, [(json.dumps(rows, indent=1) + "\n").encode()])
     if args.plot:
         save_pictures(Path(args.plot), partial(plot, measured))
     print(f"torch {torch.__version__} on {device} ({torch.get_num_threads()} threads), float32")

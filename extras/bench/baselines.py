@@ -128,7 +128,7 @@ def ctranslate2_run(model):
     def generate(threads, idx, max_new_tokens):
         texts = generators[threads].generate_batch(
             [[str(id) for id in row] for row in idx.tolist()],
-            min_length=max_new_tokens,  # otherwise token 0 would end a text
+            min_length=max_new_tokens,  # otherwise token 0 would end the text
             max_length=max_new_tokens,
             include_prompt_in_result=False,
             sampling_topk=0,
@@ -136,16 +136,18 @@ def ctranslate2_run(model):
         )
         return torch.tensor([text.sequences_ids[0] for text in texts])
 
-    def seconds(threads):
-        idx = torch.zeros(1, 1, dtype=torch.int64)
-        return min(timeit.repeat(lambda: generate(threads, idx, 15), number=1, repeat=3))
-
-    fastest = min(generators, key=seconds)
+    one_token = torch.zeros(1, 1, dtype=torch.int64)
+    threads = fastest(generators, lambda threads: generate(threads, one_token, 15))
 
     def run(idx, max_new_tokens, seed, record):
-        record(generate(fastest, idx, max_new_tokens))
+        record(generate(threads, idx, max_new_tokens))
 
     return run
+
+
+def fastest(numbers, generate):
+    """Return the number of threads for which generate(threads) takes least time, in the best of three runs."""
+    return min(numbers, key=lambda threads: min(timeit.repeat(lambda: generate(threads), number=1, repeat=3)))
 
 
 # -- llama2.c ----------------------------------------------------------------------------------------------------------
@@ -207,10 +209,7 @@ def llama2c_run(config, folder):
         library.run(tokens, length, threads)
         return tokens[1:]
 
-    def seconds(threads):
-        return min(timeit.repeat(lambda: generate(1, S, threads), number=1))
-
-    threads = min({1, torch.get_num_threads()}, key=seconds)
+    threads = fastest({1, torch.get_num_threads()}, lambda threads: generate(1, S, threads))
 
     def run(idx, max_new_tokens, seed, record):
         if idx.numel() > 1:

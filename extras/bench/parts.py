@@ -1,6 +1,6 @@
-"""python -m extras.bench --parts: where a step of --compile spends its time, beside what this machine can do.
+"""python -m extras.bench --parts: where a step of --compile spends its time, next to what this machine can do.
 
-step.c is compiled once more, with a clock between the kinds of work. Its first thread's times stand for all threads,
+This compiles step.c again, with a clock between the kinds of work. The times of its first thread stand for all threads,
 which do the same amount of work.
 """
 
@@ -47,16 +47,15 @@ def parts(model, idx, repeats):
         "products": f"{flops / spent[0]:.0f} GFLOP/s, {4e-3 * num_weights / spent[0]:.1f} GB/s of weights",
         "attention": f"{1e-3 * cache_bytes / spent[1]:.1f} GB/s of keys and values",
     }
-    rows = [["part", "us per step", "share", "rate"]]
-    for kind, us in zip(KINDS, spent):
-        rows.append([kind, f"{us:,.0f}", f"{us / sum(spent):.0%}", rates.get(kind, "")])
+    rows = [(kind, us, rates.get(kind, "")) for kind, us in zip(KINDS, spent)]
     whole = sum(spent)
-    rows.append(["the whole step", f"{whole:,.0f}", "100%", f"{flops / whole:.0f} GFLOP/s"])
+    rows.append(("the whole step", whole, f"{flops / whole:.0f} GFLOP/s"))
     us = 1e6 * torch_seconds(linears, B, repeats)
-    rows.append(["its products in torch", f"{us:,.0f}", f"{us / whole:.0%}", f"{flops / us:.0f} GFLOP/s"])
+    rows.append(("its products in torch", us, f"{flops / us:.0f} GFLOP/s"))
     us = 1e6 * read_seconds(decoder.program.library, 4 * num_weights, repeats)
-    rows.append(["reading its weights", f"{us:,.0f}", f"{us / whole:.0%}", f"{4e-3 * num_weights / us:.1f} GB/s"])
-    return rows
+    rows.append(("reading its weights", us, f"{4e-3 * num_weights / us:.1f} GB/s"))
+    cells = [[name, f"{us:,.0f}", f"{us / whole:.0%}", rate] for name, us, rate in rows]
+    return [["part", "us per step", "share", "rate"], *cells]
 
 
 @torch.inference_mode()

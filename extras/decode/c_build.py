@@ -16,7 +16,7 @@ from pathlib import Path
 from extras.decode.c_library import CompileError, open_library
 
 SOURCE = Path(__file__).with_name("step.c")
-# A DLL linked with -static does not need those of MinGW.
+# A DLL linked with -static needs none of MinGW's.
 SUFFIX, LINK = (".dll", "-static") if os.name == "nt" else (".so", "-fPIC")
 FLAGS = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-pthread", LINK]
 # GCC assumes that Windows aligns the stack for AVX, which crashes (GCC bug 54412). Its assembler can repair that.
@@ -46,7 +46,7 @@ def load_library(macros):
             compile_source(commands, flags, made)
             program = made.read_bytes()
             library = open_library(made)
-    # no program may run from that folder, the compiler hangs, or what it makes is another library
+    # programs may not run from that folder, the compiler hangs, or it made a different library
     except (OSError, subprocess.TimeoutExpired, AttributeError) as error:
         raise CompileError(f"the C backend cannot be compiled or loaded ({error})") from None
     with suppress(OSError):  # if the folder cannot be written, we compile again next time

@@ -4,10 +4,11 @@ import ctypes
 import os
 import threading
 import weakref
-from functools import lru_cache
+from dataclasses import fields
 
 import torch
 
+from extras.decode.speculate import BatchState
 from model import NOT_FINITE
 
 LARGEST = torch.finfo(torch.float32).max
@@ -51,12 +52,12 @@ def as_c(x):
     return x
 
 
-def addresses(names):
-    return [(name, ctypes.c_void_p) for name in names.split()]
+def addresses(*names):
+    return [(name, ctypes.c_void_p) for name in names]
 
 
 class Params(Struct):
-    _fields_ = addresses("weight bias")
+    _fields_ = addresses("weight", "bias")
 
 
 class Layer(Struct):
@@ -64,22 +65,21 @@ class Layer(Struct):
 
 
 class Cache(Struct):
-    _fields_ = addresses("key value")
+    _fields_ = addresses("key", "value")
 
 
 class State(Struct):
-    _fields_ = addresses("tokens end cached limit first_new sample seed temperature top_k top_p")
+    _fields_ = addresses(*(field.name for field in fields(BatchState)))
 
 
 class Table(Struct):
-    _fields_ = addresses("logits after")
+    _fields_ = addresses("logits", "after")
 
 
-@lru_cache
 def model_struct(n_layer):
     class Model(Struct):
         _fields_ = [
-            *addresses("wte wpe cos sin"),
+            *addresses("wte", "wpe", "cos", "sin"),
             ("lm_head", Params),
             ("norm", Params * (2 * n_layer + 1)),
             ("layer", Layer * n_layer),
@@ -96,7 +96,28 @@ def check_struct_sizes(library, *structs):
             raise TypeError(f"{struct.__name__} has {ctypes.sizeof(struct)} bytes in c_library.py and {size} in step.c")
 
 
-# -- what the structures hold, because step.c reads and writes wherever it says ----------------------------------------
+# -- checks of what the structures hold, because step.c reads and writes wherever they say -----------------------------
+
+
+def state_fields(config, end):
+    """Return what step.c expects in a BatchState: {name: (dtype, shape, smallest value, largest value)}.
+
+    end  of the state, because it bounds what else the state holds
+    """
+    B = len(end)
+    full = config.block_size + 1
+    return dict(
+        tokens=(torch.int64, (B, full), 0, config.vocab_size - 1),
+        end=(torch.int64, (B,), 1, full),
+        cached=(torch.int64, (B,), 0, end - 1),
+        limit=(torch.int64, (B,), 0, full),
+        first_new=(torch.int64, (B,), -(2**62), end),
+        sample=(torch.int64, (B,), -(2**63), 2**63 - 1),
+        seed=(torch.int64, (2,), 0, 2**32 - 1),
+        temperature=(torch.float32, (), 0, LARGEST),
+        top_k=(torch.int64, (), 1, 2**63 - 1),
+        top_p=(torch.float32, (), 0, 1),  # float32 rounds a tiny one to 0
+    )
 
 
 def state_arrays(state, config):
@@ -105,35 +126,18 @@ def state_arrays(state, config):
     Their values change from call to call, so check_state looks at them before each call. NumPy compares a few numbers
     faster than PyTorch, and may do so in a daemon thread while the interpreter exits.
     """
-    B = len(state.end)
-    kinds = dict(
-        tokens=(torch.int64, (B, config.block_size + 1)),
-        seed=(torch.int64, (2,)),
-        temperature=(torch.float32, ()),
-        top_k=(torch.int64, ()),
-        top_p=(torch.float32, ()),
-    )
-    given = {name: x for name, x in vars(state).items() if x is not None or name not in ("top_k", "top_p")}
-    for name, x in given.items():
-        check_tensor(name, x, *kinds.get(name, (torch.int64, (B,))))
-    return {name: x.numpy() for name, x in given.items()}
+    arrays = {}
+    for name, (dtype, shape, *_) in state_fields(config, state.end).items():
+        x = getattr(state, name)
+        if x is not None or name not in ("top_k", "top_p"):
+            check_tensor(name, x, dtype, shape)
+            arrays[name] = x.numpy()
+    return arrays
 
 
 def check_state(arrays, config):
     """Raise ValueError if a value of state_arrays is out of its range."""
-    end = arrays["end"]
-    ranges = dict(
-        tokens=(0, config.vocab_size - 1),
-        end=(1, config.block_size + 1),
-        cached=(0, end - 1),
-        limit=(0, config.block_size + 1),
-        first_new=(-(2**62), end),
-        seed=(0, 2**32 - 1),
-        temperature=(0, LARGEST),
-        top_k=(1, 2**63 - 1),
-        top_p=(0, 1),  # float32 rounds a tiny one to 0
-    )
-    for name, (low, high) in ranges.items():
+    for name, (_, _, low, high) in state_fields(config, arrays["end"]).items():
         if name in arrays:
             check_range(name, arrays[name], low, high)
 
@@ -178,26 +182,14 @@ class Pool:
             raise MemoryError("the C backend ran out of memory")
         weakref.finalize(self, end_threads, library, self.address, self.lock, self.pid)
 
-    def run_steps(self, *, net, layers, state, table, rows, threads, by_rows, max_steps, num_drafts):
-        """Call `run_steps` of step.c. Returns the numbers of steps, and of draft tokens offered and accepted.
+    def run_steps(self, *arguments):
+        """Call `run_steps` of step.c with the arguments between the pool and the counters, and return the counters.
 
         Raises MemoryError, and FloatingPointError if the first step finds logits that are infinite or NaN.
         """
         counters = (ctypes.c_int64 * 3)()
         with self.lock:  # the threads serve one call at a time
-            failed = self.library.run_steps(
-                self.address,
-                ctypes.byref(net),
-                layers,
-                ctypes.byref(state),
-                table and ctypes.byref(table),
-                rows,
-                threads,
-                int(by_rows),
-                max_steps,
-                num_drafts,
-                counters,
-            )
+            failed = self.library.run_steps(self.address, *arguments, counters)
         if failed == -1:
             raise MemoryError("the C backend ran out of memory")
         if failed == -2:

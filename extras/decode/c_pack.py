@@ -1,4 +1,4 @@
-"""Packs the weights of a model into the structures that step.c reads."""
+"""What step.c gets of a model: its shape as macros, and its weights packed into the structures that it reads."""
 
 import math
 import mmap
@@ -8,23 +8,47 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from extras.decode.c_library import CompileError, Layer, Params
-from extras.decode.quantize import quantize
+from extras.decode.c_library import CompileError, Layer, Params, model_struct
+from extras.decode.ngrams import MAX_ORDER
+from extras.decode.quantize import BLOCK, quantize
 
+MAX_TOKENS = 64  # per forward, so that the activations of a small model stay in the cache of a core
 LARGE = 2**25  # bytes of a cache, about what the L3 cache holds
+# the norms that `norm` of step.c computes; guard.py makes sure that a model has only one kind
+NORMS = {nn.LayerNorm}
 
 
-def layers_of(config):
-    """Return the layers of PyTorch that we pack. guard.py refuses a model with any other."""
-    return (nn.Linear, nn.Embedding, nn.LayerNorm)
+def shape_macros(model, min_chance, layout):
+    """Return the macros that tell step.c the shape of the model. layout: panels or int8_panels."""
+    config = model.config
+    return dict(
+        N_LAYER=config.n_layer,
+        N_HEAD=config.n_head,
+        N_KV_HEAD=config.n_kv_head,
+        N_EMBD=config.n_embd,
+        HIDDEN=model.transformer["h"][0].mlp.c_proj.in_features,
+        VOCAB_SIZE=config.vocab_size,
+        BLOCK_SIZE=config.block_size,
+        GATED=int(config.activation == "swiglu"),
+        GELU_TANH=int(config.activation == "gelu_tanh"),
+        POST_LN=int(not config.norm_first),
+        NORM=type(model.transformer["h"][0].ln_1).__name__,
+        MAX_ORDER=MAX_ORDER,
+        MAX_TOKENS=MAX_TOKENS,
+        MIN_CHANCE=f"{min_chance}f",
+        INT8=int(layout is int8_panels),
+        BLOCK=BLOCK,
+    )
 
 
-def pack_weights(model, struct, layout):
-    """Return the weights as `struct`, the Model of step.c. layout: for the Linear layers, see below.
+def pack_weights(model, library, layout):
+    """Return the weights as the Model of step.c, compiled as `library`. layout: panels or int8_panels.
 
-    Raises CompileError for a weight whose shape does not fit the config, or in another dtype than float32.
+    Raises CompileError for a weight whose shape does not fit the config, or whose dtype is not float32.
     """
     config = model.config
+    lanes = library.lanes()
+    tile = library.tile_panels()
     net = model.transformer
     blocks = net["h"]
     C = config.n_embd
@@ -48,16 +72,16 @@ def pack_weights(model, struct, layout):
     def linear(layer, N, K):
         check(layer.weight, N, K)
         check(layer.bias, N)
-        weight, bias = layout(layer)
-        return Params(weight=place(weight), bias=None if bias is None else place(bias))
+        bias = None if layer.bias is None else place(whole_panels(layer.bias.detach(), lanes))
+        return Params(weight=place(layout(layer.weight.detach(), lanes, tile)), bias=bias)
 
     def norm(layer, n):
-        return Params(weight=own(layer.weight, n), bias=own(layer.bias, n))
+        return Params(weight=own(layer.weight, n), bias=own(getattr(layer, "bias", None), n))
 
     identity = Params(weight=None, bias=None)
     norms = [norm(layer, C) for block in blocks for layer in (block.ln_1, block.ln_2)]
     cos, sin = (None, None) if model.rope is None else model.rope
-    return struct(
+    return model_struct(config.n_layer)(
         wte=own(net["wte"].weight, config.vocab_size, C),
         wpe=own(net["wpe"].weight, config.block_size, C) if config.pos_emb == "learned" else None,
         cos=own(cos, config.block_size, hs),
@@ -92,7 +116,7 @@ def huge_pages(size):
 
 
 def placer(memory):
-    """Return place(tensor), which copies tensors into `memory`, one after the other. None: each is a copy by itself."""
+    """Return place(tensor), which copies tensors into `memory`, one after the other. None: into memory of their own."""
     end = 0
 
     def place(tensor):
@@ -115,22 +139,22 @@ def empty_cache(shape, count):
     size = 4 * math.prod(shape)
     memory = huge_pages(count * size) if count * size > LARGE else None
     with torch.inference_mode(False):  # a tensor made in inference mode cannot be written outside of it
-        if memory is None:  # torch's defaults may be another dtype and device
+        if memory is None:  # whatever torch's default dtype and device are
             return [torch.empty(shape, dtype=torch.float32, device="cpu") for _ in range(count)]
         return [part.view(torch.float32).view(shape) for part in memory[: count * size].split(size)]
 
 
-# -- layouts: the weight and the bias of a Linear layer as step.c reads them, which describes both kinds ---------------
+# -- layouts: the weight of a Linear layer as step.c reads it, which describes both ------------------------------------
 
 
-def panels(layer, lanes, tile):
-    weight = whole_panels(layer.weight.detach(), lanes).transpose(1, 2)  # (panels, K, lanes)
+def panels(weight, lanes, tile):
+    weight = whole_panels(weight, lanes).transpose(1, 2)  # (panels, K, lanes)
     single = weight[len(weight) // tile * tile :]
     tiles = weight[: len(weight) - len(single)].unflatten(0, (-1, tile)).transpose(1, 2)  # (tiles, K, tile, lanes)
-    return torch.cat((tiles.flatten(), single.flatten())), whole_bias(layer, lanes)
+    return torch.cat((tiles.flatten(), single.flatten()))
 
 
-def int8_panels(layer, lanes, tile=None):
+def int8_panels(weight, lanes, tile):
     if sys.byteorder != "little":
         raise CompileError("the C backend reads int8 weights on little-endian processors only")
 
@@ -140,15 +164,10 @@ def int8_panels(layer, lanes, tile=None):
         words = whole_panels(numbers, lanes).unflatten(3, (-1, 4)).permute(0, 2, 3, 1, 4)
         return torch.cat((scales, words.flatten(2)), 2)  # (panels, blocks, bytes of a block)
 
-    pieces = layer.weight.detach().split(4096)  # because packing needs a few times their memory
-    return torch.cat([pack(rows) for rows in pieces]), whole_bias(layer, lanes)
+    return torch.cat([pack(rows) for rows in weight.split(4096)])  # because packing needs a few times their memory
 
 
 def whole_panels(x, lanes):
     """Return x `(N, ...)` as `(panels, lanes, ...)`. Zeros fill the last panel."""
     padding = [0, 0] * (x.dim() - 1) + [0, -len(x) % lanes]
     return F.pad(x, padding).unflatten(0, (-1, lanes))
-
-
-def whole_bias(layer, lanes):
-    return None if layer.bias is None else whole_panels(layer.bias.detach(), lanes)

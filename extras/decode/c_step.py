@@ -1,15 +1,14 @@
 """The C backend: compiles step.c for the shape of a model, packs the weights, and runs steps.
 
-guard.py    whether step.c and cuda_graph.py compute what this model.py computes
+guard.py      whether step.c and cuda_graph.py compute what this model.py computes
 c_build.py    the program, compiled for one shape
-c_pack.py     the weights, in the order in which step.c reads them
+c_pack.py     the shape, and the weights in the order in which step.c reads them
 c_library.py  the structures and the threads that both sides share
 """
 
 import os
 import weakref
-from contextlib import contextmanager
-from functools import partial
+from ctypes import byref
 
 import torch
 
@@ -27,15 +26,11 @@ from extras.decode.c_library import (
     model_struct,
     state_arrays,
 )
-from extras.decode.c_pack import empty_cache, int8_panels, pack_weights, panels
+from extras.decode.c_pack import MAX_TOKENS, empty_cache, int8_panels, pack_weights, panels, shape_macros
 from extras.decode.guard import refuse_other_networks
-from extras.decode.ngrams import MAX_ORDER
-from extras.decode.quantize import BLOCK
+from extras.threads import torch_threads
 from model import KVCache
 
-__all__ = ["CompileError", "compile_step"]
-
-MAX_TOKENS = 64  # per forward, so that the activations of a small model stay in the cache of a core
 # Multiply-adds per thread in a step without draft tokens. Below this, waiting for a thread costs more than it saves.
 WORK_PER_THREAD = 2**18
 # From this many rows per thread on, each thread computes some of the rows: it waits for nobody, but reads all weights.
@@ -54,15 +49,13 @@ def compile_step(model, num_drafts, table, weights="float32", parts=False):
     table       from ngram_table; None: there is none
     weights     "float32", or "int8" for a model from round_weights
     parts       count in bind.library.seconds where the time goes, for extras/bench/parts.py
-    Returns bind(state), which returns two functions and the KVCache that they fill:
-    run(max_steps, active)          runs up to max_steps steps, each of which appends tokens to the rows of `state`.
-                                    `active` is the number of rows below their limits. Returns how many steps ran, and
-                                    how many draft tokens were offered and accepted. Raises FloatingPointError if the
-                                    logits of the next step are infinite or NaN, and ValueError for a damaged state
-    copy_slots(first, rows, slots)  copies the first slots of one row's cache to other rows
+    Returns bind(state), which returns run, and the KVCache that it fills. run(max_steps) runs up to max_steps steps,
+    each of which appends tokens to the rows of `state` that are below their limits. It returns how many steps ran, and
+    how many draft tokens were offered and accepted. It raises FloatingPointError if the logits of the next step are
+    infinite or NaN, and ValueError for a damaged state.
 
-    We copy all weights, so later changes to the model have no effect. Raises CompileError. bind raises TypeError if a
-    tensor of the state has another dtype or shape than in BatchState.
+    We copy all weights, so later changes to the model have no effect. Raises CompileError. bind raises TypeError unless
+    each tensor of the state has the dtype and shape that BatchState says.
     """
     for p in model.parameters():
         if p.device.type != "cpu" or p.dtype != torch.float32:
@@ -79,12 +72,11 @@ def compile_step(model, num_drafts, table, weights="float32", parts=False):
     rows_per_thread = ROWS_PER_THREAD_SMALL if num_params < MEDIUM else ROWS_PER_THREAD
     layout = int8_panels if weights == "int8" else panels
     macros = shape_macros(model, MIN_CHANCE if num_params >= SMALL else MIN_CHANCE_SMALL, layout)
-    library = load_library(macros | (dict(PARTS=1) if parts else {}))
-    struct = model_struct(config.n_layer)
-    check_struct_sizes(library, struct, Cache, State, Table)
-    with one_thread():
-        net = pack_weights(model, struct, partial(layout, lanes=library.lanes(), tile=library.tile_panels()))
-    table = None if table is None else Table(logits=table[0], after=table[1])
+    library = load_library(macros | dict(PARTS=int(parts)))
+    check_struct_sizes(library, model_struct(config.n_layer), Cache, State, Table)
+    with torch_threads(1):  # torch's other threads would keep spinning on the cores that ours need next
+        net = pack_weights(model, library, layout)
+    table = table and Table(logits=table[0], after=table[1])
     pool = Pool(library, torch.get_num_threads())
     spare = []  # caches of finished generations, reused because touching the pages of a new one takes time
 
@@ -98,65 +90,22 @@ def compile_step(model, num_drafts, table, weights="float32", parts=False):
             cache = empty_cache(shape, 2 * config.n_layer)  # key and value of every layer
         kv_cache = KVCache(cache[::2], cache[1::2])
         weakref.finalize(kv_cache, spare.append, cache)  # once no run fills it and nobody looks at it any more
-        layers = as_c([Cache(key=key, value=value) for key, value in zip(cache[::2], cache[1::2])])
+        layers = as_c([Cache(key=key, value=value) for key, value in zip(kv_cache.key, kv_cache.value)])
 
-        def run(max_steps, active=B):
+        def run(max_steps):
             nonlocal pool
             check_state(arrays, config)
             if pool.pid != os.getpid():  # we are in a child of os.fork(), which has none of its parent's threads
                 pool = Pool(library, pool.threads)
-            counters = pool.run_steps(
-                net=net,
-                layers=layers,
-                state=state_in_c,
-                table=table,
-                rows=B,
-                threads=min(pool.threads, max(1, num_params * active // WORK_PER_THREAD)),
-                by_rows=active >= rows_per_thread * pool.threads,
-                max_steps=max_steps,
-                num_drafts=num_drafts,
-            )
+            active = int((arrays["end"] < arrays["limit"]).sum())  # rows
+            threads = min(pool.threads, max(1, num_params * active // WORK_PER_THREAD))
+            by_rows = active >= rows_per_thread * pool.threads
+            pointers = (byref(net), layers, byref(state_in_c), table and byref(table))
+            counters = pool.run_steps(*pointers, B, threads, by_rows, max_steps, num_drafts)
             kv_cache.length = int(arrays["cached"].max())
             return counters
 
-        def copy_slots(first, rows, slots):
-            for keys in cache:  # or values
-                keys[rows, :, :slots] = keys[first, :, :slots]
-
-        return run, copy_slots, kv_cache
+        return run, kv_cache
 
     bind.library = library
     return bind
-
-
-def shape_macros(model, min_chance, layout):
-    """Return the macros that tell step.c the shape of the model. layout: panels or int8_panels."""
-    config = model.config
-    return dict(
-        N_LAYER=config.n_layer,
-        N_HEAD=config.n_head,
-        N_KV_HEAD=config.n_kv_head,
-        N_EMBD=config.n_embd,
-        HIDDEN=model.transformer["h"][0].mlp.c_proj.in_features,
-        VOCAB_SIZE=config.vocab_size,
-        BLOCK_SIZE=config.block_size,
-        GATED=int(config.activation == "swiglu"),
-        GELU_TANH=int(config.activation == "gelu_tanh"),
-        POST_LN=int(not config.norm_first),
-        MAX_ORDER=MAX_ORDER,
-        MAX_TOKENS=MAX_TOKENS,
-        MIN_CHANCE=f"{min_chance}f",
-        INT8=int(layout is int8_panels),
-        BLOCK=BLOCK,
-    )
-
-
-@contextmanager
-def one_thread():
-    """Run torch on one thread inside the block. Its other threads would keep spinning on cores that ours need next."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

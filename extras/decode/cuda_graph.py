@@ -21,14 +21,14 @@ from extras.decode.c_library import CompileError
 from extras.decode.guard import refuse_other_networks
 from model import NOT_FINITE, TRAIN_MODE, rotate, sample_token, slide
 
-TOKENS_AT_ONCE = 32  # we read so many tokens together, because the GPU pauses when we wait for it
+TOKENS_AT_ONCE = 32  # that we read together, because the GPU pauses while we wait for it
 
 
 class GraphedGPT:
     """A GPT whose step, sampling included, is one CUDA graph: one generation at a time, with batch_size rows.
 
     slots     of the cache
-    sampling  a Sampling, whose settings but for the seed are recorded
+    sampling  a Sampling, whose settings are recorded, except the seed
     On any other device there is no graph, and every step is launched as usual. Make a new one after you change or move
     the model: the graph reads its weights where they were, and has copies of those of q_norm and k_norm. Raises
     CompileError if the network is not that of model.py.

@@ -12,8 +12,8 @@ from extras.decode.c_step import CompileError, compile_step
 from extras.decode.cuda_graph import GraphedGPT
 from extras.decode.guard import refuse_other_sampling
 from extras.decode.ngrams import ngram_table
-from extras.decode.speculate import BatchState, prefill, rows_by_prompt, speculative_step
-from model import GPT, TRAIN_MODE, Sampling, gumbel_noise, num_threads, slide
+from extras.decode.speculate import BatchState, noise_window, prefill, speculative_step
+from model import GPT, TRAIN_MODE, Sampling, num_threads, slide
 
 WORK_PER_CALL = 2**28  # multiply-adds; so the C backend returns about every 20 milliseconds, and output streams
 NUM_DRAFTS = 3  # draft tokens per step; with the newest token that makes 4 rows, one tile of the matrix kernel
@@ -45,20 +45,19 @@ class Decoder:
         self.program = compile_step(model, self.num_drafts, self.table, weights) if compile else None
 
     def generate(self, prompts, max_new_tokens, *settings, **more_settings):
-        """Return the prompts and their continuations, in the form of the prompts, which may differ in length.
-
-        prompts   ids `(B, T)`, a list of ids, or a list of prompts, each a list of ids or a tensor `(T,)`
-        settings  those of Sampling, in order or by name. With overflow="slide", the prompts need equal lengths
-        """
-        rows, restore = rows_of(prompts, self.model.lm_head.weight.device)
-        blocks = list(Generation(self, rows, max_new_tokens, Sampling(*settings, **more_settings)))
-        rows = [torch.cat([row, *(block[i].to(row.device) for block in blocks)]) for i, row in enumerate(rows)]
-        return restore([row[row >= 0] for row in rows])
+        """Return the prompts and their continuations, in the form of the prompts: see stream."""
+        blocks = list(self.stream(prompts, max_new_tokens, *settings, **more_settings))
+        rows = [torch.cat([row, *(block[i].to(row.device) for block in blocks)]) for i, row in enumerate(prompts)]
+        rows = [row[row >= 0] for row in rows]
+        return torch.stack(rows) if isinstance(prompts, torch.Tensor) else rows
 
     def stream(self, prompts, max_new_tokens, *settings, **more_settings):
-        """Return a Generation, which yields the new tokens of `generate` step by step."""
-        rows, _ = rows_of(prompts, self.model.lm_head.weight.device)
-        return Generation(self, rows, max_new_tokens, Sampling(*settings, **more_settings))
+        """Return a Generation, which yields the new tokens of the prompts step by step.
+
+        prompts   int64 ids `(B, T)`, or a list of tensors `(T,)`, which may differ in length
+        settings  those of Sampling, in order or by name. With overflow="slide", the prompts need equal lengths
+        """
+        return Generation(self, list(prompts), max_new_tokens, Sampling(*settings, **more_settings))
 
 
 def open_engine(model, rows, max_new_tokens, sampling, stats, *, kv_cache=True, draft=None, compile=False):
@@ -97,21 +96,6 @@ def open_engine(model, rows, max_new_tokens, sampling, stats, *, kv_cache=True, 
     return Generation(decoder, prompts, max_new_tokens, sampling, rows, stats)
 
 
-def rows_of(prompts, device):
-    """Return (rows, restore): the prompts as int64 tensors `(T,)`, and a function that restores their form.
-
-    prompts  ids `(B, T)`, a list of ids, or a list of prompts, each a list of ids or a tensor `(T,)`
-    restore  gets rows, which may have grown, and returns them in the form of the prompts
-    """
-    if isinstance(prompts, torch.Tensor):
-        return list(prompts), lambda rows: torch.stack(list(rows))
-    if all(isinstance(id, int) for id in prompts):
-        return [torch.tensor(prompts, dtype=torch.int64, device=device)], lambda rows: rows[0].tolist()
-    rows = [torch.as_tensor(prompt, dtype=torch.int64, device=device) for prompt in prompts]
-    lists = [not isinstance(prompt, torch.Tensor) for prompt in prompts]
-    return rows, lambda rows: [row.tolist() if is_list else row for row, is_list in zip(rows, lists)]
-
-
 class Generation:
     """One generation of a Decoder. Iterating over it gives the new tokens of each step, a block `(B, n)` on the CPU.
 
@@ -146,8 +130,8 @@ class Generation:
         self.noise_of = noise_window(self.model, self.state, sampling.seed, decoder.num_drafts + 1)
         if decoder.program:
             refuse_other_sampling(sampling)
-            self.run, self.copy_slots, cache = decoder.program(self.state)
-            self.stats["cache"] = self.model.kv_cache = cache
+            self.run, self.cache = decoder.program(self.state)
+            self.stats["cache"] = self.model.kv_cache = self.cache
 
     def __iter__(self):
         state = self.state
@@ -193,11 +177,13 @@ class Generation:
             limit = state.limit.clone()
             for _, rows in copies:
                 state.limit[rows] = 0
-            counters = self.run(1, int((state.limit > 0).sum()))
+            counters = self.run(1)
             state.limit.copy_(limit)
             for first, rows in copies:
-                state.cached[rows] = state.end[rows] - 1
-                self.copy_slots(first, rows, state.cached[rows[0]])
+                slots = state.end[rows[0]] - 1
+                state.cached[rows] = slots
+                for keys in self.cache.key + self.cache.value:
+                    keys[rows, :, :slots] = keys[first, :, :slots]
         for name, count in zip(("forwards", "offered", "accepted"), counters):
             self.stats[name] += count
 
@@ -207,11 +193,11 @@ class Generation:
         state = self.state
         num_drafts = self.decoder.num_drafts
         if not state.cached.any():  # at the start, and after the context has moved
-            self.stats["cache"] = prefill(model, state, int(self.goal.max()) + num_drafts)
-        cache = self.stats["cache"]
+            self.cache = prefill(model, state, int(self.goal.max()) + num_drafts)
+            self.stats["cache"] = self.cache
         before = state.end.tolist()
-        fed = speculative_step(model, cache, state, num_drafts, self.decoder.table, self.noise_of, self.sampling)
-        cache.length = int(state.cached.max())  # without the draft tokens that were rejected
+        fed = speculative_step(model, self.cache, state, num_drafts, self.decoder.table, self.noise_of, self.sampling)
+        self.cache.length = int(state.cached.max())  # without the draft tokens that were rejected
         self.stats["forwards"] += 1
         for first, begin, end, limit in zip(fed, before, state.end.tolist(), state.limit.tolist()):
             if begin < limit:
@@ -241,6 +227,14 @@ def new_state(contexts, sampling, config):
     )
 
 
+def rows_by_prompt(state):
+    """Group the rows by their tokens: lists, in the order of their first rows."""
+    same = {}
+    for row, (tokens, end) in enumerate(zip(state.tokens.tolist(), state.end.tolist())):
+        same.setdefault(tuple(tokens[:end]), []).append(row)
+    return list(same.values())
+
+
 def new_tokens(state, before, after):
     """Return the tokens in slots before[i] to after[i] - 1 of every row, `(B, n)`, padded with -1."""
     if len(set(before)) == len(set(after)) == 1:  # the common case, with few operations
@@ -249,31 +243,3 @@ def new_tokens(state, before, after):
     slots = torch.tensor(before)[:, None] + torch.arange(longest)
     block = state.tokens.gather(1, slots.clamp(max=state.tokens.size(1) - 1))
     return block.masked_fill(slots >= torch.tensor(after)[:, None], -1)
-
-
-def noise_window(model, state, seed, chunk):
-    """Return noise_of(steps): the noise `(B, chunk, V)` of each row from its own step on, on the device of the model.
-
-    steps is (B,) int64. We compute up to 64 steps at once, because that is cheaper.
-    """
-    B = len(state.end)
-    vocab_size = model.config.vocab_size
-    device = model.lm_head.weight.device
-    width = max(chunk, min(64, 2**22 // (B * vocab_size)))
-    first = None
-    noise = None  # the step where each row's window starts, and its noise
-
-    def noise_of(steps):
-        nonlocal first, noise
-        offsets = None if noise is None else (steps - first).tolist()
-        if noise is None or not all(0 <= offset <= width - chunk for offset in offsets):
-            first = steps
-            offsets = [0] * B
-            window = (first[:, None] + torch.arange(width)).to(device)
-            noise = gumbel_noise(seed, state.sample.to(device), window, vocab_size)
-        if len(set(offsets)) == 1:
-            return noise[:, offsets[0] : offsets[0] + chunk]
-        at = (torch.tensor(offsets)[:, None] + torch.arange(chunk)).to(device)
-        return noise.gather(1, at[..., None].expand(-1, -1, vocab_size))
-
-    return noise_of

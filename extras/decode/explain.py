@@ -10,22 +10,21 @@ from torch.overrides import TorchFunctionMode
 from model import generate
 
 
-class AttentionInputs(TorchFunctionMode):
-    """Inside the block, `seen` gets q, k, v and mask of each call of attention while `running` is True."""
+class AttentionCalls(TorchFunctionMode):
+    """Inside the block, every call of attention first calls see(q, k, v, mask)."""
 
-    def __init__(self, seen):
+    def __init__(self, see):
         super().__init__()
-        self.seen = seen
-        self.running = False
+        self.see = see
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if function is F.scaled_dot_product_attention and self.running:
+        if function is F.scaled_dot_product_attention:
             q, k, v = args
             mask = kwargs.get("attn_mask")
             if kwargs.get("is_causal"):
                 mask = torch.ones(q.size(2), k.size(2), dtype=torch.bool, device=q.device).tril()
-            self.seen.update(q=q, k=k, v=v, mask=mask)
+            self.see(q, k, v, mask)
         return function(*args, **kwargs)
 
 
@@ -45,20 +44,16 @@ def watch(model, layer=0):
         "lm_head": model.lm_head,
     }
     seen = {}
-    inputs = AttentionInputs(seen)
+    last = {}  # call of attention
 
-    def before(module, args):  # x, rope, pos, mask, cache
-        inputs.running = True
-        seen["pos"] = args[2]
+    def after(module, args, out):  # args: x, rope, pos, mask, cache
+        seen.update(last, pos=args[2])
 
-    def after(module, args, out):
-        inputs.running = False
-
-    hooks = [block.attn.register_forward_pre_hook(before), block.attn.register_forward_hook(after, always_call=True)]
+    hooks = [block.attn.register_forward_hook(after)]
     for name, module in modules.items():
         hooks.append(module.register_forward_hook(lambda module, args, out, name=name: seen.update({name: out})))
     try:
-        with inputs:
+        with AttentionCalls(lambda q, k, v, mask: last.update(q=q, k=k, v=v, mask=mask)):
             yield seen
     finally:
         for hook in hooks:
@@ -84,7 +79,7 @@ def attention_weights(model, idx, layer=0):
 
 
 def explain(model, tokenizer, text, max_new_tokens, sampling):
-    """Print the shapes in the first layer during the prefill of a text and two decode steps after it.
+    """Print the shapes in the first layer while it prefills the text, and in two decode steps after it.
 
     max_new_tokens  None: until the context is full
     sampling        a Sampling

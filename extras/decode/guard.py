@@ -1,8 +1,8 @@
-"""Does --compile compute what this model.py computes? That is step.c, and on a GPU cuda_graph.py.
+"""Does --compile compute what this model.py computes? It runs step.c, or on a GPU cuda_graph.py.
 
-They are a few functions of model.py, rewritten. Comparing outputs could not prove that they agree, because a difference
-may show only late in the text. So they belong to one version of each function, whose hash stands here. If one has
-changed, or the model has a layer that they do not know, we decode without --compile.
+Both are a few functions of model.py, rewritten. Comparing outputs could not prove that they agree, because a difference
+may show only late in the text. So they belong to one version of each function, whose hash is here. If one has changed,
+or the model has a layer that they do not know, we decode without --compile.
 """
 
 import ast
@@ -22,11 +22,11 @@ from torch.nn import functional as F
 
 import model as model_py
 from extras.decode.c_library import CompileError
-from extras.decode.c_pack import layers_of
+from extras.decode.c_pack import NORMS
 
-# Function of model.py: its hash, what computes the same in step.c, and in cuda_graph.py, which calls the rest. Once you
-# have changed both to match, put in the hash that the message names. Comments, docstrings and the layout of the code do
-# not count.
+# A function of model.py: its hash, and what computes the same in step.c and in cuda_graph.py. None: cuda_graph.py calls
+# the function itself. Once you have changed both to match, put in the hash that the message names. Comments, docstrings
+# and the layout of the code do not count.
 REPEATED = {
     "KVCache.next_positions": ("b9e5242586c8fa5c", "plan, accept", "stream"),
     "KVCache.update": ("e57f12edf27cfaff", "forward", "attend"),
@@ -34,7 +34,7 @@ REPEATED = {
     "rotate": ("67c046e513b3b9a3", "rotate", None),
     "CausalSelfAttention.forward": ("2cea02760b9e8ec7", "forward, attend", "attend"),
     "MLP.forward": ("f68477bca22343a6", "forward, activate", "feed_forward"),
-    "Block.forward": ("512d730d44e510fc", "forward, layer_norm", "logits"),
+    "Block.forward": ("512d730d44e510fc", "forward, norm", "logits"),
     "GPT.forward": ("5227d79887e91176", "work, plan", "logits"),
     "GPT.hidden_states": ("4430af9debc9488e", "forward", "logits"),
     "GPT.new_cache": ("1910467ae981b3dc", "work", "stream"),
@@ -114,7 +114,8 @@ def refuse_other_settings(model):
 def refuse_unknown_layers(model):
     """Raise CompileError for what the source does not show: foreign layers, their settings, hooks, patched methods."""
     ours = (model_py.GPT, model_py.Block, model_py.CausalSelfAttention, model_py.MLP)
-    layers = layers_of(model.config)
+    norms = [type(module) for module in model.modules() if type(module) in NORMS]
+    layers = (nn.Linear, nn.Embedding, *norms[:1])  # all norms are of one kind
     known = (*ours, nn.ModuleDict, nn.ModuleList, *layers)
     hooks = [nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks]
     for module in model.modules():

@@ -103,20 +103,15 @@ def count_ngrams(ids, vocab_size, limit):
     return {"order": order, "codes": codes, "counts": counts}
 
 
-def order_of(ngrams):
-    """Return the order of `ngrams`. Older checkpoints do not record it, because it was always 3."""
-    return ngrams.get("order", 3)
-
-
-def check_ngrams(ngrams, vocab_size):
-    """Raise ValueError unless `ngrams`, which a file may contain, could be the result of count_ngrams."""
+def order_of(ngrams, vocab_size):
+    """Return the order of `ngrams` from a file. Raises ValueError unless count_ngrams could have made them."""
 
     def require(fine, what):
         if not fine:
             raise ValueError(f"the n-gram counts are damaged ({what}): decode without drafts")
 
     require(isinstance(ngrams, dict) and ngrams.keys() >= {"codes", "counts"}, "they need codes and counts")
-    order = order_of(ngrams)
+    order = ngrams.get("order", 3)  # older checkpoints do not record it, because it was always 3
     fits = type(order) is int and 1 <= order <= MAX_ORDER and vocab_size ** (order + 1) < 2**63
     require(fits, f"the order {order!r:.50} does not fit {vocab_size} tokens")
     codes, counts = ngrams["codes"], ngrams["counts"]
@@ -130,6 +125,7 @@ def check_ngrams(ngrams, vocab_size):
     in_range = codes[0] >= 0 and codes[-1] < vocab_size ** (order + 1)
     require(in_range, f"a code is no n-gram of {order + 1} out of {vocab_size} tokens")
     require((counts > 0).all(), "a count is not positive")
+    return order
 
 
 def ngram_table(ngrams, vocab_size):
@@ -141,8 +137,8 @@ def ngram_table(ngrams, vocab_size):
     The estimate is interpolated absolute discounting with discount 0.75 (Ney, Essen and Kneser 1994). Raises ValueError
     for damaged counts.
     """
-    check_ngrams(ngrams, vocab_size)
-    base, order = vocab_size + 1, order_of(ngrams)
+    order = order_of(ngrams, vocab_size)
+    base = vocab_size + 1
     codes, counts = ngrams["codes"].long(), ngrams["counts"].double()
     tokens = [codes // vocab_size**i % vocab_size for i in range(order, -1, -1)]
     # A context is a number in base vocab_size + 1 whose digits are the tokens + 1, the newest token last. `known` is

@@ -32,9 +32,9 @@ static void end_barrier(Barrier *b) { /* Windows keeps memory for both */
 }
 
 /* Wait until all threads are here. On an idle machine the others arrive within microseconds, so we keep looking. If
- * they do not, another process must have taken the core of one of them, so we sleep and leave it ours.
+ * they do not, another process must have taken the core of one of them, so we sleep and leave it our core.
  *
- * A chip such as ARM may show a thread's writes to the others late and out of order. Why does everybody see them here?
+ * A chip such as ARM may show a thread's writes to the others late and out of order. Why does everyone see them here?
  * - Each thread releases its writes with atomic_fetch_add on `waiting`. These additions form a chain, so that of the
  *   last thread acquires the writes of all. It releases them with `round`, where the others acquire them.
  * - It resets `waiting` before it changes `round`, so a thread that sees the new round counts from 0.

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import torch
 
 from extras.decode.ngrams import MAX_ORDER
-from model import KVCache, require_finite, sample_token
+from model import KVCache, gumbel_noise, require_finite, sample_token
 
 
 @dataclass
 class BatchState:
     """The rows of a generation, each at its own position. All tensors are on the CPU, wherever the model is.
 
-    A step reads all fields and writes tokens, end and cached. Their names are those of `State` in c_library.py.
+    A step reads all fields and writes tokens, end and cached. Their order is that of `State` in step.c.
     """
 
     tokens: torch.Tensor  # (B, block_size + 1) int64: the context; slot s holds the token at position s
@@ -73,12 +73,32 @@ def prefill(model, state, slots):
     return cache
 
 
-def rows_by_prompt(state):
-    """Group the rows by their tokens: lists, in the order of their first rows."""
-    same = {}
-    for row, (tokens, end) in enumerate(zip(state.tokens.tolist(), state.end.tolist())):
-        same.setdefault(tuple(tokens[:end]), []).append(row)
-    return list(same.values())
+def noise_window(model, state, seed, chunk):
+    """Return noise_of(steps): the noise `(B, chunk, V)` of each row from its own step on, on the device of the model.
+
+    steps is (B,) int64. We compute up to 64 steps at once, because that is cheaper.
+    """
+    B = len(state.end)
+    vocab_size = model.config.vocab_size
+    device = model.device
+    width = max(chunk, min(64, 2**22 // (B * vocab_size)))
+    first = torch.full((B,), -(2**62))  # the step where each row's window starts; so far there is none
+    noise = None  # of the windows
+
+    def noise_of(steps):
+        nonlocal first, noise
+        offsets = (steps - first).tolist()
+        if not all(0 <= offset <= width - chunk for offset in offsets):
+            first = steps
+            offsets = [0] * B
+            window = (first[:, None] + torch.arange(width)).to(device)
+            noise = gumbel_noise(seed, state.sample.to(device), window, vocab_size)
+        if len(set(offsets)) == 1:
+            return noise[:, offsets[0] : offsets[0] + chunk]
+        at = (torch.tensor(offsets)[:, None] + torch.arange(chunk)).to(device)
+        return noise.gather(1, at[..., None].expand(-1, -1, vocab_size))
+
+    return noise_of
 
 
 def speculative_step(model, cache, state, num_drafts, table, noise_of, sampling):

@@ -45,6 +45,9 @@ the registers of the chip. */
 
 #define NONE -1 /* the pick where the logits are infinite or NaN */
 
+/* NORM is one of these: the name of its class in PyTorch. */
+enum { LayerNorm };
+
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef float four __attribute__((vector_size(16), aligned(4)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -212,7 +215,7 @@ typedef struct {
 
 /* Where the time goes: seconds of the first thread, by kind of work. extras.bench --parts compiles it in. */
 enum { PRODUCTS, ATTENTION, NORMS, SAMPLING, WAITING, BETWEEN_CALLS, KINDS };
-#ifdef PARTS
+#if PARTS
 #include <time.h>
 double seconds[KINDS];
 static void lap(const Worker *w, int kind) {
@@ -355,9 +358,9 @@ static void matmul(const Worker *w, int n, Rows x, Params params, const float *r
     }
 }
 
-/* LayerNorm of n numbers; y may be x. Where the variance overflows, PyTorch gives NaN for some n and 0 for others. We
+/* The norm of n numbers; y may be x. Where the variance overflows, PyTorch gives NaN for some n and 0 for others. We
  * give NaN, because a network that reads zeros writes text as if nothing had happened. */
-INLINE void layer_norm(const float *x, Params params, float *y, int n) {
+INLINE void norm(const float *x, Params params, float *y, int n) {
     const float *weight = params.weight;
     if (!weight) {
         memmove(y, x, n * sizeof(float));
@@ -465,7 +468,7 @@ static void forward(const Worker *w) {
     for (int l = 0; l < N_LAYER; l++) {
         const Layer *layer = m->layer + l;
         /* queries, keys and values. Every part computes all norms, which is faster than waiting for them */
-        for (int i = 0; i < n; i++) layer_norm(x.data + i * X, m->norm[2 * l], in.data + i * X, N_EMBD);
+        for (int i = 0; i < n; i++) norm(x.data + i * X, m->norm[2 * l], in.data + i * X, N_EMBD);
         lap(w, NORMS);
         matmul(w, n, in, layer->c_attn, NULL, qkv);
         meet(w, PRODUCTS);
@@ -480,12 +483,12 @@ static void forward(const Worker *w) {
                 const float *next_key = NULL;
                 if (n > TILE_TOKENS && i + 1 < n && g->row[i + 1] != g->row[i])
                     next_key = keys + (size_t)(g->row[i + 1] - g->row[i]) * N_KV_HEAD * BLOCK_SIZE * HEAD_SIZE;
-                layer_norm(k, layer->k_norm, k, HEAD_SIZE);
+                norm(k, layer->k_norm, k, HEAD_SIZE);
                 if (m->cos) rotate(k, m->cos + rope, m->sin + rope);
                 memcpy(keys + pos * HEAD_SIZE, k, HEAD_SIZE * sizeof(float));
                 memcpy(values + pos * HEAD_SIZE, v, HEAD_SIZE * sizeof(float));
                 for (int j = h * GROUP * HEAD_SIZE; j < (h + 1) * GROUP * HEAD_SIZE; j += HEAD_SIZE) {
-                    layer_norm(q + j, layer->q_norm, q + j, HEAD_SIZE);
+                    norm(q + j, layer->q_norm, q + j, HEAD_SIZE);
                     if (m->cos) rotate(q + j, m->cos + rope, m->sin + rope);
                     attend(q + j, keys, values, pos + 1, next_key, w->weights, y.data + i * X + j);
                 }
@@ -495,7 +498,7 @@ static void forward(const Worker *w) {
         meet(w, PRODUCTS);
 
         /* MLP */
-        for (int i = 0; i < n; i++) layer_norm(x.data + i * X, m->norm[2 * l + 1], in.data + i * X, N_EMBD);
+        for (int i = 0; i < n; i++) norm(x.data + i * X, m->norm[2 * l + 1], in.data + i * X, N_EMBD);
         lap(w, NORMS);
         matmul(w, n, in, layer->c_fc, NULL, fc);
         meet(w, PRODUCTS);
@@ -515,7 +518,7 @@ static void forward(const Worker *w) {
 
     /* logits of the tokens that a pick follows */
     for (int j = 0; j < g->num_picks; j++) {
-        layer_norm(x.data + g->fed[j] * X, m->norm[2 * N_LAYER], in.data + j * X, N_EMBD);
+        norm(x.data + g->fed[j] * X, m->norm[2 * N_LAYER], in.data + j * X, N_EMBD);
     }
     lap(w, NORMS);
     matmul(w, g->num_picks, in, m->lm_head, NULL, logits);
@@ -635,39 +638,32 @@ static int sample_token(const Worker *w, int row, int64_t step, const float *log
 
 /* -- speculation: speculate.py in C -------------------------------------------------------------------------------- */
 
-/* The row of the n-gram table after `end` tokens of a text. Its context is the newest of them. */
+/* The row of the n-gram table after the first `end` tokens of the text. Its context is the newest of them. */
 static int context_row(const Table *table, const int64_t *text, int end) {
     int row = 0;
     for (int i = end > MAX_ORDER ? end - MAX_ORDER : 0; i < end; i++) row = table->after[row * VOCAB_SIZE + text[i]];
     return row;
 }
 
-/* The draft tokens of one row in a forward. */
+/* The draft tokens of one row so far, in a forward. */
 typedef struct {
-    int most, context; /* how many at most, and the row of the n-gram table after those so far */
-    float chance;      /* that all of them so far are right */
+    int context;  /* the row of the n-gram table after them */
+    float chance; /* that all of them are right */
 } Draft;
 
-/* Prepare to draft up to `room` tokens after the `end` known ones. */
-static Draft start_draft(const Worker *w, const int64_t *text, int end, int room) {
-    Draft g = {.most = room, .chance = 1};
-    if (g.most) g.context = context_row(w->table, text, end);
-    return g;
-}
-
 /* Write a draft token to text[pos]. Returns 0 if it is too unlikely to be worth a row of the forward. */
-static int draft_next(const Worker *w, Draft *g, int row, int64_t *text, int pos) {
+static int draft_next(const Worker *w, Draft *draft, int row, int64_t *text, int pos) {
     const State *s = w->state;
     const Table *table = w->table;
     /* the token that the table picks with the same noise. The larger its margin, the likelier the model picks it too:
      * see docs/speed.md */
     float margin;
-    const float *logits = table->logits + (size_t)g->context * VOCAB_SIZE;
+    const float *logits = table->logits + (size_t)draft->context * VOCAB_SIZE;
     int token = sample_token(w, row, pos - s->first_new[row], logits, &margin);
-    g->chance *= 1 / (1 + expf(-0.67f * margin / fmaxf(*s->temperature, 0.5f)));
-    if (g->chance < MIN_CHANCE) return 0;
+    draft->chance *= 1 / (1 + expf(-0.67f * margin / fmaxf(*s->temperature, 0.5f)));
+    if (draft->chance < MIN_CHANCE) return 0;
     text[pos] = token;
-    g->context = table->after[g->context * VOCAB_SIZE + token];
+    draft->context = table->after[draft->context * VOCAB_SIZE + token];
     return 1;
 }
 
@@ -685,13 +681,13 @@ static int plan(const Worker *w, int row) {
         if (end >= limit) continue;
         room = room < w->num_drafts ? room : w->num_drafts;
         if (g->n + 1 + room > MAX_TOKENS) return row;
-        Draft draft = start_draft(w, text, end, room);
-        for (int pos = s->cached[row]; pos < end + draft.most; pos++) {
+        Draft draft = {room ? context_row(w->table, text, end) : 0, 1};
+        for (int pos = s->cached[row]; pos < end + room; pos++) {
             if (g->n == MAX_TOKENS) return row; /* the rest of a long prompt follows in the next forward */
             g->row[g->n] = row, g->pos[g->n] = pos, g->token[g->n] = text[pos], g->n++;
             if (pos < end - 1) continue;
             g->fed[g->num_picks++] = g->n - 1; /* a pick follows this token, and maybe a draft token */
-            if (pos + 1 == end + draft.most || !draft_next(w, &draft, row, text, pos + 1)) break;
+            if (pos + 1 == end + room || !draft_next(w, &draft, row, text, pos + 1)) break;
         }
     }
     return row;

@@ -12,7 +12,7 @@ from extras.formats.unsupported import refuse_pointer
 from model import CharTokenizer
 
 # The library's time and memory grow with the square of the length of a word, so we cut long text into pieces. We cut
-# where a token ends in any case: before a single space; in text without any, at a line; or else, in DNA, anywhere.
+# where a token ends anyway: before a single space; in text without any, at a line; or else, in DNA, anywhere.
 PIECE = 2**12  # characters, at least
 FAR = 2**16  # characters in which to look for a better place
 CUTS = [re.compile(pattern) for pattern in (r"(?<=\S)(?= \S)", r"(?<=\S\n)(?=\S)", r"(?<=\S)(?=\S)")]
@@ -64,7 +64,7 @@ class BPETokenizer:
 
     @property
     def default_prompt(self):
-        """A newline, or the first token that text can give, because some tokenizers drop all white space."""
+        """A newline or, for a tokenizer that drops white space, the first token whose text it can encode."""
         for text in itertools.chain("\n", map(self.decode, ([i] for i in range(len(self.vocab))))):
             with suppress(ValueError):
                 if text and self.encode(text):
@@ -91,7 +91,7 @@ class BPETokenizer:
         return ids
 
     def encode_text(self, text):
-        """Yield the ids of a long text. They decode to it, and have no special tokens. Raises ValueError.
+        """Yield the ids of long text, without special tokens. They decode to it. Raises ValueError.
 
         Some tokenizers put a space in front of whatever they encode, and not all of them remove it when they decode. We
         allow it before the first piece only, and only if it is removed.

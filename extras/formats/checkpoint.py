@@ -11,7 +11,7 @@ from extras.formats.hf_read import read_folder
 from extras.formats.tokenizer import IdTokenizer, build_tokenizer, read_vocabulary
 from extras.formats.unsupported import refuse_foreign
 
-# some train.py save a loss or a size as NumPy's, which run no code, under the old name of its module or the new one
+# Some training scripts save a loss or a size as a scalar of NumPy, which runs no code. Its module has had two names.
 SCALAR = np._core.multiarray.scalar
 NUMPY_SCALARS = [SCALAR, (SCALAR, "numpy.core.multiarray.scalar"), np.dtype]
 NUMPY_SCALARS += [type(np.dtype(name)) for name in ("float64", "float32", "int64", "int32", "uint16", "bool")]

@@ -16,34 +16,31 @@ from extras.formats.bpe import read_tokenizer, tokenizer_from_json
 from extras.formats.unsupported import refuse_pointer
 from model import GPT, GPTConfig, SkipInit
 
-# Our settings and theirs.
+# Our settings: their names in config.json, and the defaults of the classes, because config.json may leave them out.
 SETTINGS = {
-    "gpt2": dict(block_size="n_positions", n_layer="n_layer", n_head="n_head", n_embd="n_embd"),
+    "gpt2": dict(
+        block_size=("n_positions", 1024),
+        n_layer=("n_layer", 12),
+        n_head=("n_head", 12),
+        n_embd=("n_embd", 768),
+    ),
     "stablelm": dict(
-        block_size="max_position_embeddings",
-        n_layer="num_hidden_layers",
-        n_head="num_attention_heads",
-        n_kv_head="num_key_value_heads",
-        n_embd="hidden_size",
-        qk_norm="qk_layernorm",
+        block_size=("max_position_embeddings", 4096),
+        n_layer=("num_hidden_layers", 32),
+        n_head=("num_attention_heads", 32),
+        n_kv_head=("num_key_value_heads", 32),
+        n_embd=("hidden_size", 2560),
+        qk_norm=("qk_layernorm", False),
     ),
 }
-ROPE = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
-# The defaults of their classes, for settings that config.json leaves out.
+# Other settings that we read, and their defaults.
 DEFAULTS = {
-    "gpt2": dict(n_positions=1024, n_layer=12, n_head=12, n_embd=768, vocab_size=50257, n_inner=None)
-    | dict(activation_function="gelu_new", tie_word_embeddings=True),
-    "stablelm": dict(max_position_embeddings=4096, num_hidden_layers=32, num_attention_heads=32)
-    | dict(num_key_value_heads=32, hidden_size=2560, intermediate_size=6912, vocab_size=50304)
-    | dict(qk_layernorm=False, tie_word_embeddings=False, partial_rotary_factor=0.25),
+    "gpt2": dict(vocab_size=50257, n_inner=None, activation_function="gelu_new", tie_word_embeddings=True),
+    "stablelm": dict(vocab_size=50304, intermediate_size=6912, tie_word_embeddings=False, partial_rotary_factor=0.25),
 }
-# Other names that GPT2Config has for some of these.
-ALIASES = dict(
-    n_embd="hidden_size",
-    n_positions="max_position_embeddings",
-    n_head="num_attention_heads",
-    n_layer="num_hidden_layers",
-)
+# GPT2Config accepts the names of other classes, too.
+ALIASES = {name: SETTINGS["stablelm"][ours][0] for ours, (name, _) in SETTINGS["gpt2"].items()}
+ROPE = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
 LARGEST = 2**20  # no size of a model that we can read is larger
 # Settings of transformers that are fixed in model.py.
 FIXED = {
@@ -58,7 +55,7 @@ FIXED = {
         **ROPE,
     ),
 }
-# GPT-2's and ours. The last name of each is the one that we write
+# GPT-2's names and ours. Where several mean the same, we write the last one.
 ACTIVATIONS = {"gelu_python": "gelu", "gelu": "gelu"}
 TANH = ("gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate", "gelu_new")
 ACTIVATIONS |= dict.fromkeys(TANH, "gelu_tanh")
@@ -144,11 +141,11 @@ def known_ids(value, size):
 
 
 def special_tokens(folder, settings, size):
-    """Return what the folder says about special tokens, for an export later: ids and names. An export checks them.
+    """Return the special tokens that the folder names, for a later export, which checks them.
 
-    The ids, such as {"eos": 50256}, come from config.json and generation_config.json, whose own overrides that unless
-    the vocabulary of `size` tokens has none of it; the names, such as {"eos_token": "<|endoftext|>"}, from
-    tokenizer_config.json and special_tokens_map.json.
+    Ids, such as {"eos": 50256}, come from config.json and generation_config.json. The second one wins, unless the
+    vocabulary of `size` tokens has none of its ids. Names, such as {"eos_token": "<|endoftext|>"}, come from
+    special_tokens_map.json and tokenizer_config.json, of which the second one wins.
     """
 
     def optional(name):
@@ -179,7 +176,7 @@ def with_defaults(settings):
         if settings.setdefault(name, settings[alias]) != settings[alias]:
             same = f"its {alias}, which is the same, is {settings[alias]}"
             raise ValueError(f"its {name} is {settings[name]}, but {same}")
-    return DEFAULTS[kind] | settings
+    return dict(SETTINGS[kind].values()) | DEFAULTS[kind] | settings
 
 
 def refuse_other_networks(settings):
@@ -248,7 +245,7 @@ def read_config(settings, tensors):
     Raises ValueError for settings that do not fit the tensors, and KeyError for a missing tensor.
     """
     kind = settings["model_type"]
-    config = {ours: settings[theirs] for ours, theirs in SETTINGS[kind].items()}
+    config = {ours: settings[theirs] for ours, (theirs, _) in SETTINGS[kind].items()}
     n_embd = config["n_embd"]
     # as in transformers, an lm_head in the file overrides tie_word_embeddings in config.json
     name = "transformer.wte.weight" if kind == "gpt2" else "model.embed_tokens.weight"

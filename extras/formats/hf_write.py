@@ -28,9 +28,7 @@ def hf_settings(model):
     hidden = model.transformer["h"][0].mlp.c_proj.in_features
     if config.pos_emb == "learned":
         kind = "gpt2"
-        allowed = dict(
-            norm_first=(True,), activation=("gelu_tanh", "gelu"), qk_norm=(False,), n_kv_head=(config.n_head,)
-        )
+        allowed = dict(norm_first=(True,), activation=("gelu_tanh", "gelu"), n_kv_head=(config.n_head,))
     else:
         kind = "stablelm"
         allowed = dict(norm_first=(True,), activation=("swiglu",), bias=(False,))
@@ -41,7 +39,7 @@ def hf_settings(model):
             nearest = f"{kind}, the closest class of transformers, is exported with {name}={values[-1]} only"
             raise ValueError(f"{name}={getattr(config, name)}: {nearest}")
 
-    settings = {theirs: getattr(config, ours) for ours, theirs in SETTINGS[kind].items()}
+    settings = {theirs: getattr(config, ours) for ours, (theirs, _) in SETTINGS[kind].items()}
     settings |= dict(model_type=kind, vocab_size=config.vocab_size, tie_word_embeddings=config.tie_weights)
     settings |= dict(bos_token_id=None, eos_token_id=None)
     # without this entry transformers.js in a browser looks for model_quantized.onnx
@@ -66,7 +64,7 @@ def to_transformers(model):
     theirs = hf.state_dict()
     for name, part in their_parts(model).items():
         theirs[name].copy_(part)  # a bias that our network lacks stays 0
-    return hf.to(model.lm_head.weight.device).eval()
+    return hf.to(model.device).eval()
 
 
 def write_folder(model, tokenizer, folder, special_tokens=None):

@@ -1,4 +1,4 @@
-"""nanoGPT's data folder, and its meta.pkl, the vocabulary of its checkpoints of characters."""
+"""nanoGPT's data folder, and its meta.pkl, the vocabulary of its character-level checkpoints."""
 
 import hashlib
 import pickle
@@ -8,7 +8,7 @@ import numpy as np
 from extras.cli import first_line
 from extras.formats.unsupported import refuse_pointer
 
-RARE = 2**13  # any text has some of GPT-2's tokens from here on, such as those of names
+RARE = 2**13  # GPT-2's tokens from this id on are rare, such as those of names, but any training text has some
 
 
 class PlainUnpickler(pickle.Unpickler):

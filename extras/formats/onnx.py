@@ -15,10 +15,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn as nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from extras.cli import first_line, need
+from extras.decode.explain import AttentionCalls
 from extras.formats.compare import compare_with_pytorch, own_text
 from extras.formats.folder import write_tree
 from extras.formats.hf_read import config_of
@@ -80,22 +79,10 @@ class GPTWithPast(nn.Module):
         # Added to the scores. With a boolean mask, the exporter lets every layer look for NaN, which MNN cannot do.
         mask = torch.where(visible, 0.0, torch.finfo(torch.float32).min)
         cache = ConcatCache(past_key_values, mask)
-        with LastQueries() as last:
+        queries = []
+        with AttentionCalls(lambda q, *_: queries.append(q[:, :, -1:])):
             logits, _ = self.model(input_ids, pos=position_ids, cache=cache)
-        return (logits, cache.pairs, last.queries) if self.queries else (logits, cache.pairs)
-
-
-class LastQueries(TorchFunctionMode):
-    """Inside `with LastQueries() as last:` each attention appends the query of the last token to last.queries."""
-
-    def __init__(self):
-        super().__init__()
-        self.queries = []
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is F.scaled_dot_product_attention:
-            self.queries.append(args[0][:, :, -1:])
-        return function(*args, **(kwargs or {}))
+        return (logits, cache.pairs, queries) if self.queries else (logits, cache.pairs)
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -157,7 +144,7 @@ def write_onnx(model, tokenizer, file, queries=False):
 
 @contextmanager
 def without_warnings():
-    """Leave out those of the exporter, which are for people who write graphs by hand."""
+    """Leave out the exporter's warnings, which are for people who write graphs by hand."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -198,12 +185,12 @@ def export_onnx(model, tokenizer, folder, eos=()):
 
 
 @torch.no_grad()
-def genai_config(model, ids, eos=()):
+def genai_config(model, ids, eos):
     """Return the content of genai_config.json for the graph of write_onnx.
 
     ids  own_text(model)
-    eos  ids at which text ends. None: that of the token which the model expects least, because
-         onnxruntime-genai insists on one
+    eos  ids at which text ends; none: that of the token which the model expects least, because onnxruntime-genai
+         insists on one
     """
     config = model.config
     eos = list(eos) or [model(ids)[0].log_softmax(-1).amax((0, 1)).argmin().item()]
@@ -234,7 +221,7 @@ NUMPY = {"float": np.float32, "float16": np.float16, "double": np.float64, "int6
 
 
 class OnnxCache:
-    """The cache of an OnnxGPT, which ONNX Runtime returns anew at every step, longer by the tokens fed.
+    """The cache of an OnnxGPT. ONNX Runtime returns a new one at every step, longer by the tokens fed.
 
     past    keys and values in turn, an OrtValue per layer, `(B, nkv, length, hs)`
     length  positions so far

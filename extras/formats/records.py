@@ -1,4 +1,4 @@
-"""Text in records, JSON or JSON Lines, for data/prepare.py, and one line for files that hold no text of their own."""
+"""Text in records, JSON or JSON Lines, for data/prepare.py. Other kinds of files are refused with a hint."""
 
 import json
 import re

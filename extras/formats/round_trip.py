@@ -1,4 +1,4 @@
-"""Does a tokenizer give a text back? Those of other people may drop characters, fold case or have no decoder."""
+"""Does a tokenizer give text back? It may drop characters, fold case or have no decoder."""
 
 import json
 import unicodedata
@@ -10,11 +10,11 @@ SAMPLE = 2**19  # characters, encoded and decoded in about a second
 MOST_UNKNOWN = 0.1  # share of unknown tokens
 
 
-def check_round_trip(tokenizer, text, force=False):
-    """Print a line if the ids of a text do not decode to it: how much is lost, where first, and why.
+def check_round_trip(tokenizer, text, force):
+    """Print a line if the ids of the text do not decode to it: how much is lost, where first, and why.
 
-    force  whether a text is fine of which more than MOST_UNKNOWN is unknown tokens
-    Raises ValueError if it is not.
+    force  accept even text with more than MOST_UNKNOWN of unknown tokens
+    Raises ValueError for such text otherwise.
     """
     text = text[:SAMPLE]
     ids = list(tokenizer.encode_text(text))
@@ -49,6 +49,6 @@ def reason(tokenizer, text, back):
 
 
 def plain(text):
-    """Return the letters of a text without case, accents and spaces."""
+    """Return the letters of text without case, accents and spaces."""
     letters = unicodedata.normalize("NFKD", text.casefold())
     return "".join(char for char in letters if not unicodedata.combining(char) and not char.isspace())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from extras.decode.explain import layer_weights, watch
+from extras.decode.explain import attention_weights
 from extras.formats.compare import own_text
 from extras.formats.folder import read_tree, write_tree
 from extras.formats.onnx import compare_onnx, write_onnx
@@ -84,7 +84,6 @@ def with_versions(html, files):
     return re.sub(fetched, lambda name: f"{name[0]}?{hashlib.sha256(files[name[0]]).hexdigest()[:8]}", html)
 
 
-@torch.no_grad()
 def previous_token_head(model):
     """Return the head that looks most at the token before, as dict(layer=, head=, previous=).
 
@@ -93,9 +92,7 @@ def previous_token_head(model):
     text = own_text(model)
     shares = []
     for layer in range(model.config.n_layer):
-        with watch(model, layer) as seen:
-            model(text, pos=torch.arange(text.size(1)))
-        weights = layer_weights(seen["q"], seen["k"], seen["mask"])
+        weights = attention_weights(model, text, layer)
         shares.append(weights.diagonal(-1, 2, 3).mean((0, 2)))
     shares = torch.stack(shares)  # (layers, heads)
     layer, head = divmod(shares.argmax().item(), model.config.n_head)

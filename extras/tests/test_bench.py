@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from extra_helpers import needs_compiler
-from extras.bench.__main__ import VARIANTS, Timing, compare_tokens, network, timed, warm_runs
+from extras.bench.__main__ import VARIANTS, compare_tokens, network, summary, timed, warm_runs
 from extras.bench.baselines import llama2c_run
 from helpers import CONTEXT, MODELS, ROOT, V, assert_one_line, here, ok, prompts, run
 from model import GPTConfig
@@ -23,7 +23,7 @@ SAME = "the same tokens as a forward without a cache, up to rounding: "
 def test_one_wrong_token_ends_the_benchmark(name, capsys):
     model = MODELS[0]
     idx = prompts(2, 3)
-    _, new = timed(warm_runs([name], model, None, None, idx)[0][name], idx, CONTEXT - 3, seed=0)
+    *_, new = timed(warm_runs([name], model, None, idx)[0][name], idx, CONTEXT - 3, seed=0)
     compare_tokens(name, model, idx, [new])
     new[1, 4] = (new[1, 4] + 1) % V
     with pytest.raises(SystemExit) as error:
@@ -34,7 +34,7 @@ def test_one_wrong_token_ends_the_benchmark(name, capsys):
 
 def test_a_variant_that_needs_too_much_memory_is_left_out_with_a_line(monkeypatch, capsys):
     monkeypatch.setattr("extras.bench.__main__.MOST_MEMORY", 1e-6)
-    assert warm_runs(["eager"], MODELS[0], None, None, prompts(2, 3)) == ({}, 0.0)
+    assert warm_runs(["eager"], MODELS[0], None, prompts(2, 3)) == ({}, 0.0)
     assert "no eager row: it takes more than 0% of the memory" in capsys.readouterr().err
 
 
@@ -81,7 +81,7 @@ def test_llama2c_feeds_each_token_at_its_position(tmp_path):
     (tmp_path / "run.c").write_text(LLAMA2C, encoding="utf-8")
     config = GPTConfig(block_size=16, vocab_size=5, n_layer=1, n_head=2, n_embd=8)
     text = [3]
-    _, new = timed(llama2c_run(config, tmp_path), torch.tensor([text]), 4, seed=0)
+    *_, new = timed(llama2c_run(config, tmp_path), torch.tensor([text]), 4, seed=0)
     for pos in range(4):
         text.append((text[-1] + pos + 5) % 7)
     assert new.tolist() == [text[1:]]
@@ -98,13 +98,6 @@ def test_a_shape_is_the_network_that_train_py_makes(preset, recipe):
 
 
 # -- the figures of serving --------------------------------------------------------------------------------------------
-
-
-def summary(times, sizes, num_tokens):
-    timing = Timing()
-    timing.times = times
-    timing.sizes = sizes
-    return timing.summary(num_tokens)
 
 
 @pytest.mark.parametrize(

@@ -265,7 +265,7 @@ def test_a_value_out_of_range_never_reaches_step_c_whenever_it_comes(field, step
     bind = compile_step(MODELS[0], 3, TABLE)
     for i in range(len(wrong_values(3)[field])):
         state = a_state()
-        run, *_ = bind(BatchState(**state))
+        run, _ = bind(BatchState(**state))
         run(steps_before)
         state[field].view(-1)[-1] = wrong_values(int(state["end"][-1]))[field][i]
         before = texts_of(state)
@@ -308,7 +308,7 @@ def test_a_forward_has_room_for_the_newest_token_and_its_drafts(monkeypatch):
     monkeypatch.setattr(compiling, "MIN_CHANCE_SMALL", 0.0)
     model = random_model(GPTConfig(block_size=90, vocab_size=V, n_layer=1, n_head=2, n_embd=16))
     state = a_state(model) | {"limit": torch.tensor([90, 90])}
-    run, *_ = compile_step(model, 63, TABLE)(BatchState(**state))
+    run, _ = compile_step(model, 63, TABLE)(BatchState(**state))
     steps, offered, _ = run(100)
     assert offered >= 63 and state["end"].tolist() == [90, 90]
     expected = model.generate(torch.ones(2, 3, dtype=torch.int64), 87, temperature=1.0, top_k=3, top_p=0.5, seed=1)
@@ -333,14 +333,11 @@ def test_the_cache_is_in_float32_whatever_torch_makes_by_default(dtype):
     bind = compile_step(MODELS[0], 0, None)
     torch.set_default_dtype(dtype)
     try:
-        run, copy_slots, _ = bind(BatchState(**state))
+        run, _ = bind(BatchState(**state))
     finally:
         torch.set_default_dtype(torch.float32)
-    run(2)
-    state["tokens"][1, :5], state["sample"][1] = state["tokens"][0, :5], 0
-    copy_slots(0, [1], 4)  # whose slots are elsewhere in another dtype
     run(9)
-    assert texts_of(state) == [texts_of(expected)[0]] * 2
+    assert texts_of(state) == texts_of(expected)
 
 
 def test_a_cache_from_inference_mode_serves_outside_of_it():
@@ -471,7 +468,8 @@ from extras.decode.quantize import round_weights
 from model import GPT, GPTConfig
 
 model = round_weights(GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=1, n_embd=8))).eval()
-print(Decoder(model, compile=True).generate([1], 3, seed=1) == Decoder(model).generate([1], 3, seed=1))
+idx = torch.tensor([[1]])
+print(torch.equal(Decoder(model, compile=True).generate(idx, 3, seed=1), Decoder(model).generate(idx, 3, seed=1)))
 try:
     Decoder(model, compile=True, weights="int8")
 except Exception as error:
@@ -531,7 +529,7 @@ state = BatchState(
     temperature=torch.tensor(1.0), top_k=None, top_p=None
 )
 state.limit.fill_(64)
-run, *_ = decoder.program(state)
+run, _ = decoder.program(state)
 end, cached = state.end.numpy(), state.cached.numpy()
 
 def forever():  # without PyTorch, whose operations abort if the interpreter exits meanwhile

@@ -136,14 +136,12 @@ def test_a_row_that_leaves_costs_nothing_more_and_changes_no_other(way, overflow
 
 
 def test_prompts_come_back_in_the_form_in_which_they_went_in():
-    """Ids `(B, T)`, one list of ids, or a list of prompts, whose lengths may differ."""
+    """Ids `(B, T)`, or a list of prompts, whose lengths may differ."""
     idx, decoder = prompts(2, 5), Decoder(MODELS[0])
     both = decoder.generate(idx, 4, seed=3)
     assert torch.equal(both, MODELS[0].generate(idx, 4, seed=3))
-    assert decoder.generate(idx[0].tolist(), 4, seed=3) == both[0].tolist()
-    assert decoder.generate(idx.tolist(), 4, seed=3) == both.tolist()
     assert all(map(torch.equal, decoder.generate(list(idx), 4, seed=3), both))
-    assert list(map(len, decoder.generate([[1, 2], [3]], 4, seed=3))) == [6, 5]
+    assert list(map(len, decoder.generate([idx[0, :2], idx[1, :1]], 4, seed=3))) == [6, 5]
 
 
 def test_threads_that_share_a_decoder_get_their_own_texts():
@@ -162,7 +160,7 @@ def test_threads_that_share_a_decoder_get_their_own_texts():
         (([prompts(1, 3)[0], prompts(1, 4)[0]], 5, dict(overflow="slide")), "slide together"),
         (([prompts(1, 3)[0], prompts(1, 0)[0]], 5, {}), "a prompt of 0 tokens"),
         (([prompts(1, CONTEXT + 1)[0]], 5, {}), f"a prompt of {CONTEXT + 1} tokens"),
-        (([], 5, {}), "a prompt of 0 tokens"),
+        (([], 5, {}), "0 rows"),
         (([prompts(1, 3)[0]], 5, dict(samples=[1, 2])), "samples"),
         (([prompts(1, 3)[0]], 5, dict(samples=[1.5])), "samples"),
         (([prompts(1, 3)[0]], 5, dict(top_p=0.0)), "top_p"),

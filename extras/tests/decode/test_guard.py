@@ -207,6 +207,16 @@ def test_what_the_source_does_not_tell_is_refused(change):
             handle.remove()
 
 
+def test_norms_of_two_kinds_are_refused_even_if_step_c_knows_both(monkeypatch):
+    """A program computes one kind."""
+    monkeypatch.setattr(guard, "NORMS", {torch.nn.LayerNorm, torch.nn.RMSNorm})
+    model = random_model(MODEL.config)
+    compiled(model)
+    model.transformer["ln_f"] = torch.nn.RMSNorm(20, eps=1e-5)
+    with pytest.raises(CompileError, match="does not know the layer RMSNorm"):
+        compiled(model)
+
+
 @functools.wraps(MLP.forward)  # inspect.getsource shows what it wraps
 def wrapped(self, x):
     return 0 * x
