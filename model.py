@@ -108,7 +108,7 @@ class KVCache:
 
     key, value   a tensor per layer, `(B, nkv, slots, hs)`, because a layer computes all its heads in one call
     length       the number of filled slots. Lower it to forget the slots beyond it
-    fingerprint  of the weights, in the cache that GPT.forward makes for calls that pass none
+    weights      a copy of those that filled it, in the cache that GPT.forward makes for calls that pass none
     """
 
     def __init__(self, key, value):
@@ -116,7 +116,7 @@ class KVCache:
         self.value = value
         self.slots = key[0].size(2)
         self.length = 0
-        self.fingerprint = None
+        self.weights = None
 
     @property
     def heads(self):
@@ -361,17 +361,13 @@ class GPT(nn.Module):
             loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(0, 1), ignore_index=-1)
         return logits, loss
 
-    @torch.no_grad()
     def _cache_of_earlier_calls(self, idx, pos):
         """Return the cache of calls with pos and without a cache. Changed weights must never meet old keys."""
-        # most changes raise the version of a weight; those of fused optimizers and of .data change only its numbers
-        norms = torch.stack([p.float().norm() for p in self.parameters()]).nan_to_num().tolist()
-        fingerprint = [(p._version, p.dtype, norm) for p, norm in zip(self.parameters(), norms)]
         cache = self.kv_cache
         if torch.as_tensor(pos).flatten()[:1].tolist() == [0]:
             cache = self.new_cache(len(idx))
-            cache.fingerprint = fingerprint
-        elif cache is None or cache.fingerprint != fingerprint:
+            cache.weights = [p.detach().clone() for p in self.parameters()]
+        elif not cache or not cache.weights or not all(map(torch.equal, cache.weights, self.parameters())):
             why = "no call has filled the model's own cache, or its weights have changed since"
             raise ValueError(f"pos is {pos}, but {why}: start at position 0")
         return cache
@@ -747,7 +743,7 @@ def build_model(checkpoint):
     path = checkpoint["path"]
     with reading(path):
         config = GPTConfig(**checkpoint["model_args"])
-        weights = {name.removeprefix("_orig_mod."): p.float() for name, p in checkpoint["model"].items()}
+        weights = {name: p.float() for name, p in checkpoint["model"].items()}
         if config.n_layer > len(weights):  # before we build a billion layers
             raise ValueError(f"n_layer is {config.n_layer}, but it has {len(weights)} weights")
         with torch.device("meta"), SkipInit():  # no memory and no random numbers, because the file has the weights
@@ -756,7 +752,7 @@ def build_model(checkpoint):
         wanted = {name: tuple(p.shape) for name, p in model.state_dict().items()}
         for name in sorted(found.keys() | wanted.keys()):
             if found.get(name) != wanted.get(name):
-                what = f"{name} is {found.get(name, 'missing')}, and should be {wanted.get(name, 'missing')}"
+                what = f"{name} is {found.get(name, 'missing')}, and {wanted.get(name, 'missing')} in the network"
                 raise ValueError(f"its weights do not fit its model_args: {what}")
         for name, p in weights.items():
             if not p.isfinite().all():

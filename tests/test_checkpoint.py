@@ -40,13 +40,6 @@ def test_what_is_loaded_is_equal_to_the_bit_to_what_was_saved(tmp_path):
     assert vars(model.config) == vars(GPTConfig(**ARGS))
 
 
-def test_a_compiled_nanogpt_gives_its_weights(tmp_path):
-    """torch.compile puts a name in front of each."""
-    weights = {f"_orig_mod.{name}": p for name, p in CONTENT["model"].items()}
-    save_checkpoint(tmp_path / "ckpt.pt", CONTENT | {"model": weights})
-    assert same(load_model(tmp_path / "ckpt.pt")[0].state_dict(), CONTENT["model"])
-
-
 def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch):
     """The tests may run as root, who can read everything, so the system call fails here."""
 
@@ -132,16 +125,19 @@ DAMAGES = [
     (entry("model_args", lambda old: old | {"dropout": np.float64(0.0)}), r"contains numpy\._core.* could run code"),
     (entry("model", lambda old: old | {"path": Path("x")}), r"contains pathlib\.PosixPath, which could run code"),
     (entry("model_args", lambda old: old | {"n_layer": 10**9}), "n_layer is 1000000000, but it has 16 weights$"),
-    (entry("model_args", lambda old: old | {"bias": True}), r"\S+bias is missing, and should be \(\d+,\)$"),
+    (entry("model_args", lambda old: old | {"bias": True}), r"\S+bias is missing, and \(\d+,\) in the network$"),
     (entry("model_args", lambda old: old | {"bias": 1}), "bias=1: must be bool$"),
     (entry("model_args", lambda old: old | {"n_head": 2.0}), "n_head=2.0: must be int$"),
     (entry("model_args", lambda old: old | {"n_layer": True}), "n_layer=True: must be int$"),
-    (entry("model", lambda old: {f"{name}s": p for name, p in old.items()}), "missing, and should be"),
+    (entry("model", lambda old: {f"{name}s": p for name, p in old.items()}), r"missing, and \(.* in the network"),
     (
         entry("model_args", lambda old: old | {"n_embd": 16}),
-        r"do not fit its model_args: \S+ is \(12, 32\), and should be \(12, 16\)$",
+        r"do not fit its model_args: \S+ is \(12, 32\), and \(12, 16\) in the network$",
     ),
-    (entry("model_args", lambda old: old | {"mlp_ratio": 2}), r"c_fc.weight is \(128, 32\), and should be \(64, 32\)$"),
+    (
+        entry("model_args", lambda old: old | {"mlp_ratio": 2}),
+        r"c_fc.weight is \(128, 32\), and \(64, 32\) in the network$",
+    ),
     (entry("model", lambda old: old | {"lm_head.weight": old["lm_head.weight"] + 1}), "wte and lm_head differ"),
     (entry("model", lambda old: None), "model=None: must be dict$"),
     (entry("model", lambda old: dict(enumerate(old.values()))), "the weight 0 is not"),

@@ -404,11 +404,13 @@ class OnnxGPT:
         return self.session.run_with_ort_values(self.outputs, inputs | dict(zip(self.past_inputs, past)))
 
 
-def open_onnx(file):
-    """Return the OnnxGPT of a file that is not stale. Raises OSError or ValueError."""
-    model = OnnxGPT(file)
+def open_onnx(args):
+    """Return (model, tokenizer) for the flags of sample.py: an OnnxGPT, not stale. Raises OSError or ValueError."""
+    if args.draft or args.compile or args.meta or (args.dtype, args.weights) != ("float32", "float32"):
+        raise ValueError("--draft, --compile, --meta, --dtype and --weights work with --engine torch, not with onnx")
+    model = OnnxGPT(args.ckpt or args.out_dir or "out")
     model.refuse_stale()
-    return model
+    return model, model.tokenizer
 
 
 def compare_onnx(file, model, ids):
