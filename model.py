@@ -367,7 +367,7 @@ class GPT(nn.Module):
         if torch.as_tensor(pos).flatten()[:1].tolist() == [0]:
             cache = self.new_cache(len(idx))
             cache.weights = [p.detach().clone() for p in self.parameters()]
-        elif not cache or not cache.weights or not all(map(torch.equal, cache.weights, self.parameters())):
+        elif cache is None or not cache.weights or not all(map(torch.equal, cache.weights, self.parameters())):
             why = "no call has filled the model's own cache, or its weights have changed since"
             raise ValueError(f"pos is {pos}, but {why}: start at position 0")
         return cache
@@ -684,9 +684,9 @@ CHECKPOINT_FIELDS = {
 }
 
 
-def first_sentence(error):
+def in_one_line(error):
     """Return how the message of an error begins: torch adds pages of advice."""
-    return (str(error).strip() or repr(error)).partition("\n")[0].partition(". ")[0]
+    return " ".join(str(error).split()).partition(". ")[0][:200] or repr(error)
 
 
 @contextmanager
@@ -698,7 +698,7 @@ def reading(path):
         raise
     except Exception as error:  # damaged content can raise anything
         found = re.search(r"GLOBAL (\S+) was not", str(error))
-        why = f"it contains {found[1]}, which could run code" if found else first_sentence(error)
+        why = f"it contains {found[1]}, which could run code" if found else in_one_line(error)
         raise ValueError(f"{path} is damaged, or not a checkpoint of a GPT: {why}") from None
 
 
@@ -748,18 +748,12 @@ def build_model(checkpoint):
             raise ValueError(f"n_layer is {config.n_layer}, but it has {len(weights)} weights")
         with torch.device("meta"), SkipInit():  # no memory and no random numbers, because the file has the weights
             model = GPT(config)
-        found = {name: tuple(p.shape) for name, p in weights.items()}
-        wanted = {name: tuple(p.shape) for name, p in model.state_dict().items()}
-        for name in sorted(found.keys() | wanted.keys()):
-            if found.get(name) != wanted.get(name):
-                what = f"{name} is {found.get(name, 'missing')}, and {wanted.get(name, 'missing')} in the network"
-                raise ValueError(f"its weights do not fit its model_args: {what}")
-        for name, p in weights.items():
+        model.load_state_dict(weights, assign=True)
+        if config.tie_weights and not torch.equal(model.transformer["wte"].weight, model.lm_head.weight):
+            raise ValueError("wte and lm_head differ, although tie_weights makes them one matrix")
+        for name, p in model.named_parameters():
             if not p.isfinite().all():
                 raise ValueError(f"{name} contains infinity or NaN")
-        if config.tie_weights and not torch.equal(weights["transformer.wte.weight"], weights["lm_head.weight"]):
-            raise ValueError("wte and lm_head differ, although tie_weights makes them one matrix")
-        model.load_state_dict(weights, assign=True)
     if config.tie_weights:  # assign=True has untied them
         model.transformer["wte"].weight = model.lm_head.weight
     model.source = f"{path}, step {checkpoint.get('iter_num', 'unknown')}"
@@ -833,7 +827,7 @@ def pick_device(name):
         torch.zeros(1, device=name).tolist()
     except Exception as error:  # every backend raises its own kind
         kinds = "pass cpu, cuda for a GPU, or mps for that of a Mac"
-        raise ValueError(f"--device {name} cannot be used here: {kinds} ({first_sentence(error)})") from None
+        raise ValueError(f"--device {name} cannot be used here: {kinds} ({in_one_line(error)})") from None
     return torch.device(name)
 
 

@@ -54,8 +54,7 @@ def parse_args():
     # text and cache
     add("--prompt", "--start", action="append", help="text to continue, or FILE:path; repeat for a batch")
     add("--kv_cache", default=True, help="default: True", **SWITCH)
-    no_cache = dict(action="store_false", dest="kv_cache", help="recompute the whole context for every token")
-    add("--no-kv_cache", "--no_kv_cache", **no_cache)
+    add("--no-kv_cache", "--no_kv_cache", action="store_false", dest="kv_cache", help="feed the whole text every time")
     add("--max_new_tokens", type=int, metavar="N", help="default: until the context is full; 1000 with slide")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeat for several")
     # sampling

@@ -200,7 +200,7 @@ def test_weights_whose_parts_were_wrapped_are_those_of_the_model(tmp_path):
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in network.state_dict().items())
     content["model"] = weights | {"transformer.submodule.x": torch.zeros(2)}
     save_checkpoint(tmp_path / "ckpt.pt", content)
-    with pytest.raises(ValueError, match=r"transformer\.submodule\.x is \(2,\), and missing in the network"):
+    with pytest.raises(ValueError, match=r'Unexpected key.*"transformer\.submodule\.x"'):
         load_model(tmp_path / "ckpt.pt")
 
 
