@@ -246,15 +246,13 @@ def generate_texts(
                 on_text(i, piece)
 
     stats = {} if stats is None else stats
-    stats.clear()
-    stats.update(rows=rows, times=[])
+    stats |= dict(rows=rows, times=[], cache=None, offered=0)
     all_threads = torch.get_num_threads()
     try:
         started = time.perf_counter()
         if draft or compile or len(set(map(len, encoded))) > 1:
             engine = extras("decode.engine", "--draft, --compile or a batch of prompts of different lengths")
-            how = dict(kv_cache=kv_cache, draft=draft, compile=compile)
-            blocks = engine.open_engine(model, rows, max_new_tokens, sampling, stats, **how)
+            blocks = engine.open_engine(model, rows, max_new_tokens, sampling, stats, kv_cache, draft, compile)
         else:
             torch.set_num_threads(num_threads(model, len(rows) * (1 if kv_cache else block_size)))
             idx = torch.tensor([row.prompt for row in rows], device=model.device)
@@ -276,7 +274,7 @@ def generate_texts(
         asked = sampling.num_new_tokens(len(row.prompt), max_new_tokens, block_size)
         if len(row.new) < asked and not row.ended:
             raise RuntimeError(f"a text ended after {len(row.new)} of {asked} new tokens")
-    if cache := stats.get("cache"):  # of an engine, which may have gone on after the last stop string
+    if cache := stats["cache"]:  # of an engine, which may have gone on after the last stop string
         cache.length = min(cache.length, max(len(row.prompt + row.new) for row in rows) - 1)
     write(final=True)
     return [[row.text for row in rows[i : i + num_samples]] for i in range(0, len(rows), num_samples)]
@@ -304,10 +302,9 @@ def report(args, model, stats):
     if stats.get("offered"):
         note(f"draft: {stats['accepted']} of {stats['offered']} draft tokens accepted")
     asked = args.max_new_tokens or 0
-    capped = [n for n, row in zip(new, stats["rows"]) if n < asked and not row.ended]
-    if capped:
-        end = f"capped at {max(capped)}, the end of the context (--overflow slide continues)"
-        note(f"--max_new_tokens {asked} is {end}")
+    if capped := [n for n, row in zip(new, stats["rows"]) if n < asked and not row.ended]:
+        end = "the end of the context (--overflow slide continues)"
+        note(f"--max_new_tokens {asked} is capped at {max(capped)}, {end}")
 
 
 # -- --verify ----------------------------------------------------------------------------------------------------------
@@ -388,10 +385,7 @@ def main():
         model, tokenizer = open_model(args)
         if args.weights == "int8":
             extras("decode.quantize", "--weights int8").round_weights(model)
-        reference = model  # for --verify
-        if args.engine == "onnx":
-            reference = model.exported_from(find_checkpoint(args.out_dir)) if args.verify else None
-        else:
+        if args.engine == "torch":
             put_on_device(model, args)
         prompts = [read_prompt(prompt, tokenizer) for prompt in args.prompt or [tokenizer.default_prompt]]
         if args.explain:
@@ -406,6 +400,7 @@ def main():
     sys.stdout.flush()
     report(args, model, stats)
     if args.verify:
+        reference = model if args.engine == "torch" else model.reference  # the GPT that was exported
         cache = model.kv_cache if args.kv_cache else None
         return verify(reference, stats["rows"], cache, settings, args.num_samples)
     return 0
