@@ -18,11 +18,9 @@ import signal
 import sys
 import warnings
 import zipfile
-from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
-from numbers import Integral, Real
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +33,16 @@ from torch.overrides import TorchFunctionMode
 def require(settings, name, condition, why):
     if not condition:
         raise ValueError(f"{name}={getattr(settings, name)!r}: {why}")
+
+
+def checked(name, value, kind):
+    """Return a value of a kind; a number of NumPy's or torch's becomes a plain one. Raises ValueError for others."""
+    if getattr(value, "ndim", None) == 0:
+        value = value.item()
+    wider = kind | int if isinstance(0.5, kind) else kind  # an int may stand for a float
+    if not isinstance(value, wider) or isinstance(value, bool) != (kind is bool):
+        raise ValueError(f"{name}={value!r:.40}: must be {getattr(kind, '__name__', kind)}")
+    return value
 
 
 # MLP activations: exact GELU, GPT-2's tanh approximation of it, and the SiLU of SwiGLU (Shazeer 2020, arXiv:2002.05202)
@@ -62,12 +70,7 @@ class GPTConfig:
 
     def __post_init__(self):
         for f in fields(self):
-            value = getattr(self, f.name)
-            value = value.item() if hasattr(value, "item") else value  # a NumPy scalar
-            setattr(self, f.name, value)
-            fits = isinstance(value, (int, float) if f.type is float else f.type)
-            fits = fits and isinstance(value, bool) == (f.type is bool)
-            require(self, f.name, fits, f"must be {getattr(f.type, '__name__', f.type)}")
+            setattr(self, f.name, checked(f.name, getattr(self, f.name), f.type))
         if self.n_kv_head is None:
             self.n_kv_head = self.n_head
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
@@ -105,7 +108,7 @@ class KVCache:
 
     key, value   a tensor per layer, `(B, nkv, slots, hs)`, because a layer computes all its heads in one call
     length       the number of filled slots. Lower it to forget the slots beyond it
-    fingerprint  of the weights, in the cache that GPT.forward makes for calls that pass none
+    weights      a copy of those that filled it, in the cache that GPT.forward makes for calls that pass none
     """
 
     def __init__(self, key, value):
@@ -113,7 +116,7 @@ class KVCache:
         self.value = value
         self.slots = key[0].size(2)
         self.length = 0
-        self.fingerprint = None
+        self.weights = None
 
     @property
     def heads(self):
@@ -127,11 +130,8 @@ class KVCache:
         pos  if given, must equal them
         Raises ValueError if it does not, or if there are no slots left.
         """
-        B, T = idx.shape
+        T = idx.size(1)
         start = self.length
-        rows = len(self.key[0])
-        if B != rows:
-            raise ValueError(f"the cache is for {rows} rows, but idx has {B}")
         if pos is not None and torch.as_tensor(pos).tolist() != list(range(start, start + T)):
             hint = "pass the positions that follow, from 0 for a new text, or lower the length of the cache to go back"
             raise ValueError(f"pos is {pos} for {T} tokens, but the cache holds {start} positions: {hint}")
@@ -361,22 +361,15 @@ class GPT(nn.Module):
             loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(0, 1), ignore_index=-1)
         return logits, loss
 
-    @torch.no_grad()
     def _cache_of_earlier_calls(self, idx, pos):
         """Return the cache of calls with pos and without a cache. Changed weights must never meet old keys."""
-        # most changes raise the version of a weight; those of fused optimizers and of .data change only its numbers
-        sums = [function(p.float()) for p in self.parameters() for function in (torch.sum, torch.norm)]
-        fingerprint = [(p._version, p.dtype, p.device) for p in self.parameters()]
-        fingerprint += torch.stack(sums).nan_to_num().tolist()
+        cache = self.kv_cache
         if torch.as_tensor(pos).flatten()[:1].tolist() == [0]:
             cache = self.new_cache(len(idx))
-            cache.fingerprint = fingerprint
-            return cache
-        cache = self.kv_cache
-        if cache is None or cache.fingerprint is None:
-            raise ValueError(f"pos is {pos}, but the model has no cache of its own yet: start at position 0")
-        if cache.fingerprint != fingerprint:
-            raise ValueError("the weights have changed since the cache was filled: start again at position 0")
+            cache.weights = [p.detach().clone() for p in self.parameters()]
+        elif cache is None or not cache.weights or not all(map(torch.equal, cache.weights, self.parameters())):
+            why = "no call has filled the model's own cache, or its weights have changed since"
+            raise ValueError(f"pos is {pos}, but {why}: start at position 0")
         return cache
 
     def hidden_states(self, idx, pos=None, cache=None):
@@ -481,27 +474,19 @@ class Sampling:
     top_k: int | None = None
     top_p: float | None = None
     seed: int | None = None
-    samples: Sequence[int] | None = None
+    samples: object = None
     overflow: str = "stop"
 
     def __post_init__(self):
         if self.seed is None:
             self.seed = int(torch.randint(2**63 - 1, ()))
-        for name in ("temperature", "top_k", "top_p", "seed"):  # plain numbers, because NumPy's and torch's overflow
-            value = getattr(self, name)
-            value = value.item() if hasattr(value, "item") else value
-            setattr(self, name, value)
-            optional = value is None and getattr(Sampling, name) is None
-            require(self, name, optional or isinstance(value, Real), "must be a number")
-        require(self, "temperature", 0 <= self.temperature < 1e30, "must be a number >= 0 and below 1e30")
-        whole = self.top_k is None or (1 <= self.top_k < 2**63 and self.top_k == self.top_k // 1)
-        require(self, "top_k", whole, "must be a whole number, at least 1 and below 2**63")
+        for f in fields(self):
+            setattr(self, f.name, checked(f.name, getattr(self, f.name), f.type))
+        require(self, "temperature", 0 <= self.temperature < 1e30, "must be at least 0 and below 1e30")
+        require(self, "top_k", self.top_k is None or 1 <= self.top_k < 2**63, "must be at least 1 and below 2**63")
         require(self, "top_p", self.top_p is None or 0 < self.top_p <= 1, "must be above 0 and at most 1")
-        whole = 0 <= self.seed < 2**64 and self.seed == self.seed // 1
-        require(self, "seed", whole, "must be a whole number, at least 0 and below 2**64")
+        require(self, "seed", 0 <= self.seed < 2**64, "must be at least 0 and below 2**64")
         require(self, "overflow", self.overflow in ("stop", "slide"), "must be 'stop' or 'slide'")
-        self.top_k = None if self.top_k is None else int(self.top_k)
-        self.seed = int(self.seed)
 
     def num_new_tokens(self, T, max_new_tokens, block_size):
         """Return the number of new tokens for a prompt of T tokens. Raises ValueError if the prompt does not fit."""
@@ -564,18 +549,15 @@ NEAR_TIE = 1e-4
 def near_tie(logits, noise, picks, sampling):
     """Return whether rounding alone can explain two different picks, token ids, from the same logits `(V,)`.
 
-    Each must win after some shift of the logits by at most NEAR_TIE / 2. Three shifts can help a pick: raise it alone;
-    raise it and all that are less likely, so that top_p keeps it; or lower the other one and all that are less likely,
-    so that top_p drops that.
+    Each must win once its logit is NEAR_TIE closer to winning. We move it together with all logits on its side of the
+    other one, because that also moves the edge of top_p between them.
     """
     logits = logits.float()
-    ids = torch.arange(len(logits), device=logits.device)
     for pick, other in (picks, picks[::-1]):
-        alone = ids == pick
-        kept = logits <= logits[pick]
-        other_dropped = (logits > logits[other]) | alone
-        moved = [logits + torch.where(raised, NEAR_TIE / 2, -NEAR_TIE / 2) for raised in (alone, kept, other_dropped)]
-        if pick not in sample_token(torch.stack(moved), noise, sampling).tolist():
+        raised = logits > logits[other] if logits[pick] >= logits[other] else logits <= logits[pick]
+        raised[pick] = True
+        moved = logits + torch.where(raised, NEAR_TIE / 2, -NEAR_TIE / 2)
+        if sample_token(moved, noise, sampling) != pick:
             return False
     return True
 
@@ -692,14 +674,32 @@ CHECKPOINT_FIELDS = {
     "ngrams": dict | None,  # counts of the training text, for --draft
     "config": dict,  # all settings of the run
     "data_sha256": dict,
-    "iter_num": (Integral, torch.Tensor),  # steps done
-    "best_val_loss": (Real, torch.Tensor),
+    "iter_num": int,  # steps done
+    "best_val_loss": float,
     "evals_since_best": int,
     "seconds": float,
     "loss": dict,  # the parameters of a TrainingLoss, without those of the model
-    "optimizer": (dict, list),  # the state of one, or of several
+    "optimizer": dict | list,  # the state of one, or of several
     "scaler": dict,
 }
+
+
+def in_one_line(error):
+    """Return how the message of an error begins: torch adds pages of advice."""
+    return " ".join(str(error).split()).partition(". ")[0][:200] or repr(error)
+
+
+@contextmanager
+def reading(path):
+    """Inside, any error means that a file is damaged, and becomes a ValueError with one line that names the file."""
+    try:
+        yield
+    except PermissionError:
+        raise
+    except Exception as error:  # damaged content can raise anything
+        found = re.search(r"GLOBAL (\S+) was not", str(error))
+        why = f"it contains {found[1]}, which could run code" if found else in_one_line(error)
+        raise ValueError(f"{path} is damaged, or not a checkpoint of a GPT: {why}") from None
 
 
 def load_checkpoint(path):
@@ -711,27 +711,22 @@ def load_checkpoint(path):
     path = find_checkpoint(path)
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {path}: run python train.py, or pass a file such as out/ckpt.pt")
-    try:
+    with reading(path):
         if zipfile.is_zipfile(path) and zipfile.ZipFile(path).testzip():  # torch.load does not check the CRC-32
-            raise zipfile.BadZipFile
+            raise zipfile.BadZipFile("a checksum is wrong")
         with warnings.catch_warnings(action="ignore"):  # about files that torch did not write
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        known = {f.name for f in fields(GPTConfig)}
-        complete = "model" in checkpoint and checkpoint.get("model_args", {"": 0}).keys() <= known
-    except PermissionError:
-        raise
-    except Exception as error:  # a damaged file can raise anything, with pages of advice
-        found = re.search(r"GLOBAL (\S+) was not", str(error))
-        why = f"it contains {found[1]}, which could run code" if found else "it is damaged, or not a checkpoint"
-        raise ValueError(f"{path} cannot be loaded: {why}") from None
-    if not complete:  # a bare state_dict, or the model_args of llama2.c
-        raise ValueError(f"{path} has no weights with model_args of a GPT, so it is not from train.py or nanoGPT")
-    for name, kind in CHECKPOINT_FIELDS.items():
-        if name in checkpoint and not isinstance(checkpoint[name], kind):
-            raise ValueError(f"{path} is damaged: {name} is {str(checkpoint[name])[:40]!r}")
-    for name, p in checkpoint["model"].items():
-        if not isinstance(name, str) or not isinstance(p, torch.Tensor) or p.is_meta or p.layout != torch.strided:
-            raise ValueError(f"{path} is damaged: the weight {name} is not a tensor with numbers")
+        if not isinstance(checkpoint, dict) or not {"model", "model_args"} <= checkpoint.keys():
+            raise ValueError("it does not have the model and model_args that train.py and nanoGPT save")
+        for name, kind in CHECKPOINT_FIELDS.items():
+            if name in checkpoint:
+                checkpoint[name] = checked(name, checkpoint[name], kind)
+        for name, p in checkpoint["model"].items():
+            if not isinstance(name, str) or not isinstance(p, torch.Tensor) or p.is_meta or p.layout != torch.strided:
+                raise ValueError(f"the weight {name} is not a tensor with numbers")
+        vocab_size = GPTConfig(**checkpoint["model_args"]).vocab_size
+        if "chars" in checkpoint and len(CharTokenizer(checkpoint["chars"]).vocab) != vocab_size:
+            raise ValueError(f"it has weights for {vocab_size} tokens, but {len(checkpoint['chars'])} characters")
     return {**checkpoint, "path": path}
 
 
@@ -746,49 +741,24 @@ class SkipInit(TorchFunctionMode):
 def build_model(checkpoint):
     """Return the GPT of a checkpoint, on the CPU, with its tensors. Raises ValueError if they do not fit."""
     path = checkpoint["path"]
-    try:
+    with reading(path):
         config = GPTConfig(**checkpoint["model_args"])
-        weights = {name.removeprefix("_orig_mod."): p.float() for name, p in checkpoint["model"].items()}
-        wte = weights.get("transformer.wte.weight", torch.empty(0))
-        num_layers = sum(name.endswith(".ln_1.weight") for name in weights)
-        if (num_layers, *wte.shape) != (config.n_layer, config.vocab_size, config.n_embd):
-            wanted = f"({config.vocab_size}, {config.n_embd}) in {config.n_layer}"
-            raise ValueError(f"wte is {tuple(wte.shape)} in a network of {num_layers} layers, not {wanted}")
-        lm_head = weights.get("lm_head.weight", wte)
-        if config.tie_weights and not torch.allclose(wte, lm_head, rtol=0, atol=0, equal_nan=True):
-            raise ValueError("wte and lm_head differ, although tie_weights makes them one matrix")
+        weights = {name: p.float() for name, p in checkpoint["model"].items()}
+        if config.n_layer > len(weights):  # before we build a billion layers
+            raise ValueError(f"n_layer is {config.n_layer}, but it has {len(weights)} weights")
         with torch.device("meta"), SkipInit():  # no memory and no random numbers, because the file has the weights
             model = GPT(config)
-        missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
-        if wrong := (missing[:2] + unexpected)[:3]:
-            raise ValueError(f"{len(missing)} keys missing, {len(unexpected)} unknown: {wrong}")
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        *_, why = str(error).strip().splitlines()  # load_state_dict has a line for each mismatch of shapes
-        raise ValueError(f"the weights in {path} do not fit its model_args: {why.strip()[:200]}") from None
-    if model.config.tie_weights:  # assign=True has untied them
+        model.load_state_dict(weights, assign=True)
+        if config.tie_weights and not torch.equal(model.transformer["wte"].weight, model.lm_head.weight):
+            raise ValueError("wte and lm_head differ, although tie_weights makes them one matrix")
+        for name, p in model.named_parameters():
+            if not p.isfinite().all():
+                raise ValueError(f"{name} contains infinity or NaN")
+    if config.tie_weights:  # assign=True has untied them
         model.transformer["wte"].weight = model.lm_head.weight
     model.source = f"{path}, step {checkpoint.get('iter_num', 'unknown')}"
     model.ngrams = checkpoint.get("ngrams")
-    for name, p in model.named_parameters():
-        if not torch.isfinite(torch.stack(p.detach().aminmax())).all():
-            raise ValueError(f"{path} contains infinity or NaN in {name}: use an older file, or train again")
     return model
-
-
-def char_tokenizer(checkpoint):
-    """Return the CharTokenizer of a checkpoint. Raises ValueError if it has none, or one that does not fit."""
-    path = checkpoint["path"]
-    vocab_size = checkpoint["model_args"].get("vocab_size", GPTConfig.vocab_size)
-    if "chars" not in checkpoint:
-        hint = "other tokens, and nanoGPT's with --meta, need extras/formats/checkpoint.py"
-        raise ValueError(f"{path} has no characters: {hint}, in the folder extras of the repository")
-    try:
-        tokenizer = CharTokenizer(checkpoint["chars"])
-        if len(tokenizer.vocab) == vocab_size:
-            return tokenizer
-        raise ValueError(f"it has weights for {vocab_size} tokens, but {len(tokenizer.vocab):,} characters")
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from None
 
 
 def load_model(path):
@@ -797,8 +767,10 @@ def load_model(path):
     path  a checkpoint, or the folder of a run
     """
     checkpoint = load_checkpoint(path)
-    tokenizer = char_tokenizer(checkpoint)
-    return build_model(checkpoint).eval(), tokenizer
+    if "chars" not in checkpoint:
+        hint = "other tokens, and nanoGPT's with --meta, need extras/formats/checkpoint.py"
+        raise ValueError(f"{path} has no characters: {hint}, in the folder extras of the repository")
+    return build_model(checkpoint).eval(), CharTokenizer(checkpoint["chars"])
 
 
 # -- what train.py and sample.py share ---------------------------------------------------------------------------------
@@ -854,10 +826,8 @@ def pick_device(name):
     try:
         torch.zeros(1, device=name).tolist()
     except Exception as error:  # every backend raises its own kind
-        why = str(error).strip().partition("\n")[0].partition(". ")[0]
-        if name.partition(":")[0] not in ("cpu", "cuda", "mps"):
-            why = "it is cpu, cuda (a GPU) or mps (the GPU of a Mac)"
-        raise ValueError(f"--device {name} cannot be used here: {why}") from None
+        kinds = "pass cpu, cuda for a GPU, or mps for that of a Mac"
+        raise ValueError(f"--device {name} cannot be used here: {kinds} ({in_one_line(error)})") from None
     return torch.device(name)
 
 

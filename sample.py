@@ -22,7 +22,6 @@ try:  # importing torch takes a second, in which Ctrl-C may come
     import torch
 
     from model import (
-        EXTRAS,
         SWITCH,
         Parser,
         Sampling,
@@ -55,8 +54,7 @@ def parse_args():
     # text and cache
     add("--prompt", "--start", action="append", help="text to continue, or FILE:path; repeat for a batch")
     add("--kv_cache", default=True, help="default: True", **SWITCH)
-    no_cache = dict(action="store_false", dest="kv_cache", help="recompute the whole context for every token")
-    add("--no-kv_cache", "--no_kv_cache", **no_cache)
+    add("--no-kv_cache", "--no_kv_cache", action="store_false", dest="kv_cache", help="feed the whole text every time")
     add("--max_new_tokens", type=int, metavar="N", help="default: until the context is full; 1000 with slide")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeat for several")
     # sampling
@@ -86,18 +84,10 @@ def parse_args():
             parser.error(f"--{name} {value} is not from 1 to {most}")
     if "" in (args.ckpt, args.out_dir, args.meta, *args.stop):
         parser.error("--ckpt, --out_dir, --meta or --stop is empty")
-    onnx = args.engine == "onnx"
-    if args.ckpt and args.out_dir and not (onnx and args.verify):
+    if args.ckpt and args.out_dir and args.engine == "torch":
         parser.error("--ckpt and --out_dir both say which model: pass one of them")
     if args.verify and args.dtype != "float32":
         parser.error(f"--verify needs --dtype float32: rounding in {args.dtype} changes tokens")
-    if not args.kv_cache and (args.draft or args.compile or args.explain):
-        parser.error("--draft, --compile and --explain need the cache: leave out --no-kv_cache")
-    if onnx and (args.draft or args.compile or args.meta or (args.dtype, args.weights) != ("float32", "float32")):
-        parser.error("--draft, --compile, --meta, --dtype and --weights work with --engine torch, not with onnx")
-    several = args.num_samples > 1 or len(args.prompt or [""]) > 1
-    if args.explain and (several or onnx or args.draft or args.compile or args.verify or args.stop):
-        parser.error("--explain shows one prompt with the plain cache: leave out flags that change that")
     return args
 
 
@@ -109,22 +99,14 @@ def note(message):
 
 
 def open_model(args):
-    """Return (model, tokenizer) for the flags. Raises OSError or ValueError.
-
-    model.py reads checkpoints of characters. extras reads everything else, or says why it cannot.
-    """
+    """Return (model, tokenizer) for the flags. Raises OSError or ValueError."""
     if args.engine == "onnx":
-        model = extras("formats.onnx", "--engine onnx").open_onnx(args.ckpt or args.out_dir or "out")
-        return model, model.tokenizer
+        return extras("formats.onnx", "--engine onnx").open_onnx(args)
     path = find_checkpoint(args.ckpt or args.out_dir)
-    if args.meta or (path / "config.json").exists():  # a Hugging Face folder
-        return extras("formats.checkpoint", path).load_model(path, args.meta)
-    try:
-        return load_model(path)
-    except (OSError, ValueError):
-        if not EXTRAS.is_dir():
-            raise
-    return extras("formats.checkpoint", path).load_model(path)
+    foreign = args.meta or (path / "config.json").exists()  # a Hugging Face folder
+    if formats := extras("formats.checkpoint", path if foreign else None):  # it reads more than model.py does
+        return formats.load_model(path, args.meta)
+    return load_model(path)
 
 
 def put_on_device(model, args):
@@ -146,10 +128,8 @@ def read_prompt(prompt, tokenizer):
         name = prompt.removeprefix("FILE:")
         try:
             prompt = Path(name).read_text(encoding="utf-8-sig")
-        except OSError as error:
-            raise ValueError(f"cannot read the prompt from the file {name!r}: {error.strerror}") from None
-        except UnicodeDecodeError:
-            raise ValueError(f"the prompt in {name} is not UTF-8: convert it first") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read the prompt from the file {name!r} as UTF-8: {error}") from None
     if not prompt:
         prompt = tokenizer.default_prompt
         note(f"the prompt is empty: starting from {prompt!r}")
@@ -166,29 +146,23 @@ def newlines(text):  # as when reading a file
 class Text:
     """A prompt and its continuation.
 
-    prompt, ids  tokens: those of the prompt, and all so far, including those of a stop string
+    prompt, new  tokens: those of the prompt, and those after it, including those of a stop string
     text         their text, up to the first stop string in the continuation. If two end at once, the longer one counts
     ended        whether there was one
     """
 
     def __init__(self, prompt, tokenizer, stops=()):
         self.prompt = prompt
+        self.new = []
         self.tokenizer = tokenizer
         self.stops = [re.compile(tokenizer.stop_pattern(stop)) for stop in stops]
         self.longest_stop = max(map(len, stops), default=0)
         self.ended = False
         self.decode = tokenizer.stream()
-        self.stable = ""  # the text that no later token changes
-        self.ids = []
-        self.append(prompt)
+        self.stable, pending = self.decode(prompt)  # stable: no later token changes it
+        self.text = self.stable + pending
         self.prompt_length = len(self.text)
         self.taken = 0  # characters that new_piece has returned
-
-    def append(self, tokens):
-        self.ids += tokens
-        stable, pending = self.decode(tokens)
-        self.stable += stable
-        self.text = self.stable + pending
 
     def add(self, tokens):
         """Append a list of tokens, up to the one that completes a stop string."""
@@ -197,7 +171,11 @@ class Text:
         at_once = 1 if self.stops else max(1, len(tokens))
         for i in range(0, len(tokens), at_once):
             since = max(self.prompt_length, len(self.text) - self.longest_stop)
-            self.append(tokens[i : i + at_once])
+            some = tokens[i : i + at_once]
+            self.new += some
+            stable, pending = self.decode(some)
+            self.stable += stable
+            self.text = self.stable + pending
             found = [match.span()[::-1] for stop in self.stops if (match := stop.search(self.text, since))]
             if found:
                 self.ended = True
@@ -268,12 +246,17 @@ def generate_texts(
                 on_text(i, piece)
 
     stats = {} if stats is None else stats
-    stats.clear()
-    stats.update(rows=rows, times=[])
+    stats |= dict(rows=rows, times=[], cache=None, offered=0)
     all_threads = torch.get_num_threads()
     try:
         started = time.perf_counter()
-        blocks = token_blocks(model, rows, max_new_tokens, sampling, stats, kv_cache, draft, compile)
+        if draft or compile or len(set(map(len, encoded))) > 1:
+            engine = extras("decode.engine", "--draft, --compile or a batch of prompts of different lengths")
+            blocks = engine.open_engine(model, rows, max_new_tokens, sampling, stats, kv_cache, draft, compile)
+        else:
+            torch.set_num_threads(num_threads(model, len(rows) * (1 if kv_cache else block_size)))
+            idx = torch.tensor([row.prompt for row in rows], device=model.device)
+            blocks = generate(model, idx, max_new_tokens, sampling, kv_cache)
         write()  # the prompts
         began = time.perf_counter()
         stats["setup"] = began - started
@@ -289,32 +272,18 @@ def generate_texts(
         torch.set_num_threads(all_threads)
     for row in rows:
         asked = sampling.num_new_tokens(len(row.prompt), max_new_tokens, block_size)
-        if len(row.ids) - len(row.prompt) < asked and not row.ended:
-            raise RuntimeError(f"a text ended after {len(row.ids) - len(row.prompt)} of {asked} new tokens")
-    if cache := stats.get("cache"):  # of an engine, which may have gone on after the last stop string
-        cache.length = min(cache.length, max(len(row.ids) for row in rows) - 1)
+        if len(row.new) < asked and not row.ended:
+            raise RuntimeError(f"a text ended after {len(row.new)} of {asked} new tokens")
+    if cache := stats["cache"]:  # of an engine, which may have gone on after the last stop string
+        cache.length = min(cache.length, max(len(row.prompt + row.new) for row in rows) - 1)
     write(final=True)
     return [[row.text for row in rows[i : i + num_samples]] for i in range(0, len(rows), num_samples)]
-
-
-def token_blocks(model, rows, max_new_tokens, sampling, stats, kv_cache, draft, compile):
-    """Return an iterator over blocks of new tokens `(B, n)`, padded with -1: the loop of model.py, or an engine.
-
-    An engine spends nothing on rows that have ended. Either way, model.kv_cache is the cache.
-    """
-    if draft or compile or len({len(row.prompt) for row in rows}) > 1:
-        engine = extras("decode.engine", "--draft, --compile or a batch of prompts of different lengths")
-        how = dict(kv_cache=kv_cache, draft=draft, compile=compile)
-        return engine.open_engine(model, rows, max_new_tokens, sampling, stats, **how)
-    torch.set_num_threads(num_threads(model, len(rows) * (1 if kv_cache else model.config.block_size)))
-    idx = torch.tensor([row.prompt for row in rows], device=model.device)
-    return generate(model, idx, max_new_tokens, sampling, kv_cache)
 
 
 def report(args, model, stats):
     """Write time and memory to stderr."""
     times = stats["times"]
-    new = [len(row.ids) - len(row.prompt) for row in stats["rows"]]
+    new = [len(row.new) for row in stats["rows"]]
     line = f"{sum(new)} tokens: TTFT {times[0] * 1e3:.2f} ms, "  # time to first token, and time per output token
     if max(new) > 1:
         line += f"TPOT {(times[-1] - times[0]) / (max(new) - 1) * 1e3:.3f} ms, "
@@ -333,10 +302,9 @@ def report(args, model, stats):
     if stats.get("offered"):
         note(f"draft: {stats['accepted']} of {stats['offered']} draft tokens accepted")
     asked = args.max_new_tokens or 0
-    capped = [n for n, row in zip(new, stats["rows"]) if n < asked and not row.ended]
-    if capped:
-        end = f"capped at {max(capped)}, the end of the context (--overflow slide continues)"
-        note(f"--max_new_tokens {asked} is {end}")
+    if capped := [n for n, row in zip(new, stats["rows"]) if n < asked and not row.ended]:
+        end = "the end of the context (--overflow slide continues)"
+        note(f"--max_new_tokens {asked} is capped at {max(capped)}, {end}")
 
 
 # -- --verify ----------------------------------------------------------------------------------------------------------
@@ -351,49 +319,46 @@ def verify(model, rows, cache, settings, num_samples):
     Prints what it finds, and returns the exit code.
     """
     block_size = model.config.block_size
-    longest = max(len(row.ids) for row in rows)
+    longest = max(len(row.prompt + row.new) for row in rows)
     seconds = {"without": 0.0, "with": 0.0}
-    near_ties = set()
+    near_ties = set()  # rows
     for number, row in enumerate(rows):
         sampling = Sampling(**settings, samples=[number % num_samples])
-        T = len(row.prompt)
-        ids = torch.tensor([row.ids], device=model.device)
         new = model.new_cache(1)
-        begin = 0  # of the context
         apart = []  # differences that rounding must explain
-        for end, noise in enumerate(sampling.noise(1, len(row.ids) - T, model.config.vocab_size, model.device), T):
-            context = slide(ids[:, begin:end], block_size)
-            if context.size(1) < end - begin:
-                begin = end - context.size(1)
+        idx = torch.tensor([row.prompt], device=model.device)
+        noises = sampling.noise(1, len(row.new), model.config.vocab_size, model.device)
+        for step, (ours, noise) in enumerate(zip(row.new, noises)):
+            context = slide(idx, block_size)
+            if context.size(1) < idx.size(1):
                 new.length = 0
-            noise = noise[0].cpu()
             both = []
             for way, fed, kv_cache in (("without", context, None), ("with", context[:, new.length :], new)):
                 began = time.perf_counter()
-                logits = model(fed, cache=kv_cache, last=True)[0][0].cpu()  # waits for the device
+                logits, _ = model(fed, cache=kv_cache, last=True)
+                picked = sample_token(logits, noise, sampling).item()  # waits for the device
                 seconds[way] += time.perf_counter() - began
                 both.append(logits)
-                ours, theirs = row.ids[end], sample_token(logits, noise, sampling).item()
-                if ours == theirs:
-                    continue
-                tie = near_tie(logits, noise, (ours, theirs), sampling)
-                kind = "near-tie, which rounding decides," if tie else "DIFFERENT"
-                a, b = row.tokenizer.decode([ours]), row.tokenizer.decode([theirs])
-                what = f"the text has {a!r}, but {way} the cache, the model picks {b!r}"
-                note(f"verify: {kind} at row {number}, new token {end - T}: {what}")
-                if not tie:
-                    return 1
-                near_ties.add(number)
+                if picked != ours:
+                    tie = near_tie(logits[0], noise[0], (ours, picked), sampling)
+                    kind = "near-tie, which rounding decides," if tie else "DIFFERENT"
+                    a, b = (row.tokenizer.decode([token]) for token in (ours, picked))
+                    what = f"the text has {a!r}, but {way} the cache, the model picks {b!r}"
+                    note(f"verify: {kind} at row {number}, new token {step}: {what}")
+                    if not tie:
+                        return 1
+                    near_ties.add(number)
             apart.append((both[0] - both[1]).abs().max())
+            idx = torch.cat((context, idx.new_tensor([[ours]])), dim=1)
         # after a slide, rows that ended earlier are gone from the cache
-        if cache is not None and (len(row.ids) == longest or longest <= block_size):
+        if cache is not None and (len(row.prompt + row.new) == longest or longest <= block_size):
             for ours, theirs in zip(cache.key + cache.value, new.key + new.value):
-                apart.append((ours[number, :, : new.length] - theirs[0, :, : new.length]).abs().max().cpu())
+                apart.append((ours[number, :, : new.length] - theirs[0, :, : new.length]).abs().max())
         worst = torch.stack(apart).max().item()
         if not worst < FAR:  # NaN, too
             note(f"verify: DIFFERENT at row {number}: logits, keys or values differ by up to {worst:.5f}")
             return 1
-    num_new = sum(len(row.ids) - len(row.prompt) for row in rows)
+    num_new = sum(len(row.new) for row in rows)
     same = f"OK{' up to near-ties' if near_ties else ''}, {num_new} tokens are the same with and without the cache"
     note(f"verify: {same} ({len(rows) - len(near_ties)} of {len(rows)} samples)")
     times = f"{seconds['with']:.2f} s with the cache, {seconds['without']:.2f} s without"
@@ -415,24 +380,16 @@ def main():
             sys.stdout.flush()
 
     try:
-        Sampling(**settings)
-    except ValueError as error:  # it begins with the name of a setting, which is also a flag
-        sys.exit(f"sample.py: --{error}")
-    try:
         if threads := extras("threads"):
             threads.share_cores()  # threads that spin on a busy machine can be 40 times slower
         model, tokenizer = open_model(args)
         if args.weights == "int8":
             extras("decode.quantize", "--weights int8").round_weights(model)
-        reference = model  # for --verify
-        if args.engine == "onnx":
-            reference = model.exported_from(find_checkpoint(args.out_dir)) if args.verify else None
-        else:
+        if args.engine == "torch":
             put_on_device(model, args)
         prompts = [read_prompt(prompt, tokenizer) for prompt in args.prompt or [tokenizer.default_prompt]]
         if args.explain:
-            explain = extras("decode.explain", "--explain").explain
-            return explain(model, tokenizer, prompts[0], args.max_new_tokens, Sampling(**settings))
+            return extras("decode.explain", "--explain").explain_flags(model, tokenizer, prompts, args, settings)
         how = dict(num_samples=args.num_samples, stop=list(map(newlines, args.stop)), kv_cache=args.kv_cache)
         how |= dict(draft=args.draft, compile=args.compile, on_text=on_text, stats=stats)
         texts = generate_texts(model, tokenizer, prompts, args.max_new_tokens, **how, **settings)
@@ -443,6 +400,7 @@ def main():
     sys.stdout.flush()
     report(args, model, stats)
     if args.verify:
+        reference = model if args.engine == "torch" else model.reference  # the GPT that was exported
         cache = model.kv_cache if args.kv_cache else None
         return verify(reference, stats["rows"], cache, settings, args.num_samples)
     return 0

@@ -60,7 +60,7 @@ class Decoder:
         return Generation(self, list(prompts), max_new_tokens, Sampling(*settings, **more_settings))
 
 
-def open_engine(model, rows, max_new_tokens, sampling, stats, *, kv_cache=True, draft=None, compile=False):
+def open_engine(model, rows, max_new_tokens, sampling, stats, kv_cache=True, draft=None, compile=False):
     """Return the engine for some texts. It chooses the number of torch's threads.
 
     rows            the texts. Each has a `prompt`, a list of ids, and `ended`: if the caller sets it, the row ends

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from model import generate
+from model import Sampling, generate
 
 
 class AttentionCalls(TorchFunctionMode):
@@ -76,6 +76,14 @@ def attention_weights(model, idx, layer=0):
     with watch(model, layer) as seen:
         model(idx, pos=torch.arange(idx.size(1), device=idx.device), cache=model.new_cache(len(idx)))
     return layer_weights(seen["q"], seen["k"], seen["mask"])
+
+
+def explain_flags(model, tokenizer, prompts, args, settings):
+    """sample.py --explain, for the flags `args`. Raises ValueError."""
+    plain = args.engine == "torch" and args.kv_cache and args.num_samples == len(prompts) == 1
+    if not plain or args.draft or args.compile or args.verify or args.stop:
+        raise ValueError("--explain shows one prompt with the plain cache: leave out flags that change that")
+    explain(model, tokenizer, prompts[0], args.max_new_tokens, Sampling(**settings))
 
 
 def explain(model, tokenizer, text, max_new_tokens, sampling):

@@ -23,7 +23,7 @@ from extras.formats.folder import write_tree
 from extras.formats.hf_read import config_of
 from extras.formats.tokenizer import check_vocab_size, tokenizer_from_state
 from extras.formats.unsupported import refuse_pointer
-from model import Sampling, build_model, generate, load_checkpoint
+from model import Sampling, build_model, find_checkpoint, generate, load_checkpoint
 
 # set before ONNX Runtime is imported, because it sends usage data otherwise, and writes to ~/.cache
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -391,11 +391,18 @@ class OnnxGPT:
         return self.session.run_with_ort_values(self.outputs, inputs | dict(zip(self.past_inputs, past)))
 
 
-def open_onnx(file):
-    """Return the OnnxGPT of a file that is not stale. Raises OSError or ValueError."""
-    model = OnnxGPT(file)
+def open_onnx(args):
+    """Return (model, tokenizer) for the flags of sample.py: an OnnxGPT that is not stale.
+
+    With --verify, model.reference is the GPT of which it is an export. Raises OSError or ValueError.
+    """
+    if args.draft or args.compile or args.meta or (args.dtype, args.weights) != ("float32", "float32"):
+        raise ValueError("--draft, --compile, --meta, --dtype and --weights work with --engine torch, not with onnx")
+    model = OnnxGPT(args.ckpt or args.out_dir or "out")
     model.refuse_stale()
-    return model
+    if args.verify:
+        model.reference = model.exported_from(find_checkpoint(args.out_dir))
+    return model, model.tokenizer
 
 
 def compare_onnx(file, model, ids):

@@ -7,7 +7,7 @@ from pathlib import Path
 from extras.formats.bpe import read_tokenizer, tokenizer_from_json, train_bpe
 from extras.formats.nanogpt import read_meta
 from extras.formats.round_trip import check_round_trip
-from model import CharTokenizer, char_tokenizer, load_checkpoint
+from model import CharTokenizer, GPTConfig, load_checkpoint
 
 
 class IdTokenizer:
@@ -50,13 +50,14 @@ class IdTokenizer:
 
 def build_tokenizer(checkpoint):
     """Return the tokenizer of a checkpoint. Raises ValueError if there is none, or if it does not fit the weights."""
-    if "tokenizer" not in checkpoint:
-        return char_tokenizer(checkpoint)
+    path = checkpoint["path"]
+    if not checkpoint.keys() & {"chars", "tokenizer"}:
+        raise ValueError(f"{path} has no vocabulary: pass nanoGPT's meta.pkl, or a tokenizer, as --meta")
     try:
         tokenizer = tokenizer_from_state(checkpoint)
     except ValueError as error:
-        raise ValueError(f"{checkpoint['path']}: {error}") from None
-    check_vocab_size(tokenizer, checkpoint["model_args"]["vocab_size"], checkpoint["path"])
+        raise ValueError(f"{path}: {error}") from None
+    check_vocab_size(tokenizer, GPTConfig(**checkpoint["model_args"]).vocab_size, path)
     return tokenizer
 
 

@@ -158,7 +158,7 @@ def without_metadata(files):
 
 DAMAGES = [
     # what is read, the damage, a word of the message
-    ("ckpt.pt", bad_header, "cannot be loaded: it is damaged"),
+    ("ckpt.pt", bad_header, "is damaged, or not a checkpoint of a GPT"),
     ("meta.pkl", bytes_of("meta.pkl", pickle.dumps({"itos": {1: "a"}})), "not a nanoGPT meta"),
     ("meta.pkl", bytes_of("meta.pkl", lambda harm: pickle.dumps({"itos": Bomb(harm)})), "plain values"),
     ("model.onnx", bytes_of("model.onnx", b"no graph"), "cannot be read"),

@@ -63,4 +63,4 @@ def test_a_stop_string_is_whole_ids():
         assert not text.ended and text.text.startswith(shown)
     text.add([8])
     assert text.ended and text.text == shown + text.new_piece() == "1 2 11 7 9 17 8"
-    assert text.ids == [1, 2, 11, 7, 9, 17, 8, 7, 8]
+    assert text.new == [11, 7, 9, 17, 8, 7, 8]
