@@ -90,6 +90,9 @@ ELSEWHERE = {
     ("train.py", "--dataset"): "type --data_dir FOLDER, one that data/prepare.py wrote",
     ("train.py", "--input"): "run python data/prepare.py --input FILE first",
     ("train.py", "--ckpt"): "type --init_from FILE",
+    ("train.py", "--lr"): "type --learning_rate",
+    ("train.py", "--tokenizer"): "that is a flag of data/prepare.py",
+    ("train.py", "--vocab_size"): "that is a flag of data/prepare.py",
     ("sample.py", "--init_from"): "type --ckpt for a model from elsewhere, and nothing for your last run",
     ("sample.py", "--resume"): "without --ckpt, it is your last run",
     ("sample.py", "--data_dir"): "the checkpoint has the vocabulary, so leave it out",
@@ -107,9 +110,13 @@ def hint(message, parser):
     name = "--" + word.partition("=")[0].lstrip("-").replace("-", "_")
     if said := ELSEWHERE.get((parser.prog, name)):
         return f": {said}"
-    flag = {"train.py": "--init_from", "prepare.py": "--input", "sample.py": "--ckpt"}.get(parser.prog)
-    if flag and Path(word).exists():
-        return f": type {flag} {word}"
+    path = Path(word)
+    if parser.prog in ("train.py", "sample.py") and path.exists():
+        trains = parser.prog == "train.py"
+        if path.suffix == ".txt":
+            return f": run python data/prepare.py --input {word} first" if trains else f": type --prompt FILE:{word}"
+        data = path.is_dir() and not any((path / name).exists() for name in ("ckpt.pt", "last.pt", "config.json"))
+        return f": type {'--ckpt' if not trains else '--data_dir' if data else '--init_from'} {word}"
     if parser.prog == "sample.py" and not word.startswith("-"):
         return ': type --prompt "TEXT"'
     known = [flag[2:] for flag in parser._option_string_actions if flag.startswith("--")]

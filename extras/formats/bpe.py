@@ -44,6 +44,8 @@ class BPETokenizer:
             self.tokenizer = from_str(content)
             self.tokenizer.no_truncation()
             self.tokenizer.no_padding()
+            if hasattr(self.tokenizer.model, "dropout"):
+                self.tokenizer.model.dropout = None  # with it, the ids of a text would be random
             self.ids = self.tokenizer.get_vocab(with_added_tokens=True)
             by_id = {i: token for token, i in self.ids.items()}
             if max(by_id, default=0) >= 2**20:  # no vocabulary is that large, and the list below would be
@@ -243,7 +245,8 @@ def read_tokenizer(path):
     file = path / "tokenizer.json" if path.is_dir() else path
     for names in OLD_FILES:
         pair = [file.with_name(name) for name in names]
-        if all(old.exists() for old in pair) and (file in pair or (path.is_dir() and not file.exists())):
+        found = [old.exists() for old in pair]
+        if (all(found) and file in pair) or (any(found) and path.is_dir() and not file.exists()):
             return read_gpt2_tokenizer(*pair)
     try:
         refuse_pointer(file)

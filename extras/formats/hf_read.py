@@ -176,17 +176,22 @@ def with_defaults(settings):
         if settings.setdefault(name, settings[alias]) != settings[alias]:
             same = f"its {alias}, which is the same, is {settings[alias]}"
             raise ValueError(f"its {name} is {settings[name]}, but {same}")
-    return dict(SETTINGS[kind].values()) | DEFAULTS[kind] | settings
+    return dict(SETTINGS[kind].values()) | DEFAULTS[kind] | rope_parameters(settings) | settings
+
+
+def rope_parameters(settings):
+    """Return the settings of the rotary positions, which transformers 4 has at the top level instead, or too."""
+    return settings.get("rope_parameters") or {}
 
 
 def refuse_other_networks(settings):
     """Raise ValueError unless model.py has the network that config.json describes."""
     kind = settings["model_type"]
     other = "only transformers can run it"
-    flat = settings | (settings.get("rope_parameters") or {})  # transformers 4 has these at the top level
-    for name, value in FIXED[kind].items():
-        if flat.get(name, value) != value:
-            raise ValueError(f"its {name} is {flat[name]!r}, but that of model.py is {value!r}; {other}")
+    for place in (settings, rope_parameters(settings)):
+        for name, value in FIXED[kind].items():
+            if place.get(name, value) != value:
+                raise ValueError(f"its {name} is {place[name]!r}, but that of model.py is {value!r}; {other}")
     if kind == "gpt2" and settings["activation_function"] not in ACTIVATIONS:
         name = settings["activation_function"]
         raise ValueError(f"its activation_function {name!r} is none of {', '.join(ACTIVATIONS)}; {other}")
@@ -206,20 +211,22 @@ def tensor_readers(folder):
         files = [folder / name for name in sorted(set(places.values()))]
     elif not files[0].exists() and (folder / "pytorch_model.bin").exists():
         files = []
-    readers = {}
     if files:
         found = set()
-        safe_open = need("it", "safetensors").safe_open
+        safetensors = need("it", "safetensors")
 
         def read(file, name):  # opened for each tensor, because an open file keeps everything it read in memory
-            with safe_open(file, "pt") as opened:
+            with safetensors.safe_open(file, "pt") as opened:
                 return opened.get_tensor(name)
 
         for file in files:
             refuse_pointer(file)
-            with safe_open(file, "pt") as opened:
-                readers |= {name: partial(read, file, name) for name in opened.keys()}  # noqa: SIM118
-                found |= {(name, file.name) for name in opened.keys()}  # noqa: SIM118
+            try:
+                with safetensors.safe_open(file, "pt") as opened:
+                    found |= {(name, file.name) for name in opened.keys()}  # noqa: SIM118
+            except safetensors.SafetensorError as error:
+                raise ValueError(f"{file.name} is damaged ({first_line(error)}): download it again") from None
+        readers = {name: partial(read, folder / file, name) for name, file in found}
         if places is not None and (wrong := sorted(found ^ places.items())):
             raise ValueError(f"{index.name} and the shards that it names disagree about {wrong[0][0]}")
     else:

@@ -36,7 +36,7 @@ def read_meta(path):
     try:
         itos = meta["itos"] if "itos" in meta else {i: token for token, i in meta.get("stoi", {}).items()}
         tokens = [itos[i] for i in range(len(itos))]
-        characters = tokens and all(len(token) == 1 for token in tokens)
+        characters = tokens and all(isinstance(token, str) and len(token) == 1 for token in tokens)
     except Exception as error:
         raise ValueError(f"{path} is not a nanoGPT meta.pkl: {first_line(error)}") from None
     if not characters:

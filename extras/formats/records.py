@@ -8,13 +8,14 @@ from extras.cli import first_line
 from extras.formats.unsupported import refuse_pointer
 
 TEXT_FIELDS = {"text", "content", "story"}
-CHAT_FIELDS = {"messages", "conversations"}
+CHAT_FIELDS = {"messages", "conversations", "role"}
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
-TO_JSON_LINES = "the library datasets writes it as JSON Lines: Dataset.from_{}({{!r}}).to_json({{!r}})"
+TO_JSON_LINES = "the library datasets writes it as JSON Lines: Dataset.from_{}({{!r}}{}).to_json({{!r}})"
 # what a file is, and what to do with it
 OTHERS = {
-    ".parquet": "a Parquet file: " + TO_JSON_LINES.format("parquet"),
-    **dict.fromkeys((".csv", ".tsv"), "a table: " + TO_JSON_LINES.format("csv")),
+    ".parquet": "a Parquet file: " + TO_JSON_LINES.format("parquet", ""),
+    ".csv": "a table: " + TO_JSON_LINES.format("csv", ""),
+    ".tsv": "a table: " + TO_JSON_LINES.format("csv", r", sep='\t'"),
     ".pdf": "a PDF: pdftotext writes its text",
     **dict.fromkeys((".gz", ".xz", ".zip", ".zst"), "a compressed file: unpack it first"),
 }
@@ -36,11 +37,15 @@ def read_records(name, field, separator):
         raise ValueError(f"{name} is {what}")
     try:
         records = read_json(path.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 ({error.reason}): convert it first") from None
     except (RecursionError, ValueError) as error:
         raise ValueError(f"{name} is not JSON ({first_line(error)})") from None
     if len(records) == 1 and isinstance(records[0], list):
         records = records[0]
     records = [record if isinstance(record, dict) else {"text": record} for record in records]
+    if not any(records):
+        raise ValueError(f"{name} has no records")
     field = field or text_field(name, records)
     for number, record in enumerate(records, start=1):
         value = record.get(field)
@@ -50,7 +55,7 @@ def read_records(name, field, separator):
             found = f"{what} in {field}; its fields are {', '.join(record) or 'missing'}"
             hint = "mend it, leave it out, or name a different --field"
             raise ValueError(f"record {number} of {name} has {found}: {hint}")
-    text = "".join(record[field] + separator for record in records)
+    text = "".join(record[field] + separator for record in records if record[field])
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -70,10 +75,10 @@ def text_field(name, records):
     found = set().union(*records)
     maybe = {key for record in records for key, value in record.items() if isinstance(value, (str, list, dict))}
     field, *more = sorted(found & TEXT_FIELDS or maybe) or [None]
-    if field and not more and field not in CHAT_FIELDS:
+    if field and not more and field not in CHAT_FIELDS and "role" not in found:
         return field
     hint = "write each chat as one text" if found & CHAT_FIELDS else "name the one with the text: --field NAME"
-    raise ValueError(f"the fields are {', '.join(sorted(found)[:20]) or 'missing'} in {name}: {hint}")
+    raise ValueError(f"the fields are {', '.join(sorted(found)[:20])} in {name}: {hint}")
 
 
 def end_of_text(tokenizer):

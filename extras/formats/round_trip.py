@@ -18,12 +18,14 @@ def check_round_trip(tokenizer, text, force):
     """
     text = text[:SAMPLE]
     ids = list(tokenizer.encode_text(text))
+    if not ids:
+        raise ValueError("the tokenizer finds no tokens in the text")
     back = tokenizer.decode(ids)
     if back == text:
         return
     model = json.loads(tokenizer.tokenizer.to_str())["model"]
     unknown = model.get("unk_id", tokenizer.ids.get(model.get("unk_token")))  # Unigram has the id, the others the token
-    share = ids.count(unknown) / max(1, len(ids))
+    share = ids.count(unknown) / len(ids)
     differing = (i for i, (ours, theirs) in enumerate(zip(text, back)) if ours != theirs)
     at = next(differing, min(len(text), len(back)))
     before, after = (whole[max(0, at - 20) : at + 20] for whole in (text, back))

@@ -7,6 +7,7 @@ ADAPTER = (
     "a LoRA adapter, which is not a model by itself: merge it into its base model (merge_and_unload in PEFT), save "
     "that with save_pretrained, and pass the new folder"
 )
+DATA = "training data, not a model: pass --data_dir {} to train.py"
 POINTER = "a Git LFS pointer and not the file itself: run git lfs pull"
 GGUF = "a GGUF file, for llama.cpp: pass the Hugging Face folder that it was made from"
 # how a file begins
@@ -28,6 +29,8 @@ def refuse_foreign(path):
     if path.name in ("ckpt.pt", "last.pt") and not path.exists():
         path = path.parent
     what = describe_file(path) if path.is_file() else describe_folder(path) if path.is_dir() else None
+    if str(path).startswith(("http:", "https:")):
+        what = "a web address: download the file or folder first"
     if what:
         raise ValueError(f"{path} is {what}")
 
@@ -55,6 +58,8 @@ def describe_folder(folder):
         return "a Hugging Face folder without its config.json: download all of its files"
     if files := sorted(folder.glob("*.pt")):
         return f"a folder without a ckpt.pt: pass the file, such as {files[0]}"
+    if (folder / "train.bin").exists():
+        return DATA.format(folder)
     if file := next(folder.glob("*.gguf"), None):
         return f"a folder with {file.name}, {GGUF}"
     return None
@@ -71,8 +76,8 @@ def describe_file(file):
             return what
     if file.suffix == ".onnx":
         return "an ONNX file, which only sample.py --engine onnx runs"
-    if file.name in ("train.bin", "val.bin"):
-        return f"training data, not a model: pass --data_dir {file.parent} to train.py"
+    if file.name in ("train.bin", "val.bin", "meta.json"):
+        return DATA.format(file.parent)
     # the header of a .safetensors file is JSON, after its length in 8 bytes
     if head[8:9] != b"{" and head.lstrip()[:1] != b"{" and file.suffix not in (".bin", ".txt"):
         try:

@@ -171,7 +171,14 @@ HINTS = [
     ("sample.py --start=a\\nb", "in a shell, $'\\n' is a newline"),
     ("sample.py --data_dir data", "the checkpoint has the vocabulary"),
     ("sample.py --ckpt {other}", "pass the file, such as {other}/mine.pt"),
+    ("sample.py --ckpt https://example.com/ckpt.pt", "is a web address: download the file or folder first"),
+    ("sample.py {text}", "type --prompt FILE:{text}"),
     ("train.py {file}", "type --init_from {file}"),
+    ("train.py {only}", "type --init_from {only}"),
+    ("train.py data/shakespeare_char", "type --data_dir data/shakespeare_char"),
+    ("train.py {text}", "run python data/prepare.py --input {text} first"),
+    ("train.py --lr 1e-3", "type --learning_rate"),
+    ("train.py --vocab_size 300", "that is a flag of data/prepare.py"),
     ("train.py --resume", "type --init_from resume"),
     ("train.py --dataset=shakespeare_char", "type --data_dir FOLDER"),
     ("train.py --input a.txt", "run python data/prepare.py --input FILE first"),
@@ -192,6 +199,6 @@ def test_a_near_miss_is_one_line_with_the_way_out(command, hint, tmp_path):
     other.mkdir()
     shutil.copy(PRETRAINED, only / "ckpt.pt")
     shutil.copy(PRETRAINED, other / "mine.pt")
-    places = dict(file=PRETRAINED, only=only, other=other)
+    places = dict(file=PRETRAINED, only=only, other=other, text=ROOT / "data" / "sample.txt")
     script, *words = (word.format(**places) for word in command.split())
     assert_one_line(here(*words, script=script), hint.format(**places))

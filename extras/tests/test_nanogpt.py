@@ -120,6 +120,7 @@ def test_a_meta_file_that_is_not_there_is_named(trained, data_dir):
         ({"itos": ["a", "b"]}, "ab"),
         ({"stoi": {"b": 1, "a": 0}}, "ab"),
         ({"itos": {0: "a", 1: "the"}}, "tokens are not characters"),
+        ({"itos": {0: b"a", 1: b"b"}}, "tokens are not characters"),
         ({"vocab_size": 2}, "stoi"),
     ],
 )

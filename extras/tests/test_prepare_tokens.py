@@ -156,6 +156,11 @@ def test_mostly_unknown_tokens_need_force(prepare, tmp_path):
     assert "87% of the tokens are [UNK]" in ok(prepare(words(), "--force")).stderr
 
 
+def test_a_tokenizer_without_tokens_is_one_line(prepare, tmp_path):
+    assert_one_line(prepare(Tokenizer(models.BPE())), "the tokenizer finds no tokens in the text", code=1)
+    assert not (tmp_path / "data").exists()
+
+
 def test_unknown_tokens_of_a_unigram_count_too(prepare):
     """It names its unknown token by id."""
     tokenizer = Tokenizer(models.Unigram())
@@ -251,16 +256,20 @@ def test_a_config_that_git_lfs_has_not_fetched_is_named(tmp_path):
         ("a.jsonl", '{"q": "Who?", "a": "I."}\n', ["the fields are a, q", "--field NAME"]),
         ("a.jsonl", '{"messages": [{"role": "user"}]}\n', ["the fields are messages", "write each chat as one text"]),
         ("a.jsonl", '{"id": "1", "messages": []}\n', ["the fields are id, messages", "write each chat as one text"]),
+        ("a.json", '[{"role": "user", "content": "I."}]', ["the fields are content, role", "write each chat"]),
         ("a.jsonl", '{"q": "Who?"}\n{broken\n', ["a.jsonl is not JSON", "line 2"]),
+        ("a.jsonl", "\udcff\udcfe{\0", ["is not UTF-8 (invalid start byte): convert it first"]),
         ("a.jsonl", '{"id": "1", "text": "I."}\n{"id": "2", "text": null}', ["record 2 of", "has null in text"]),
         ("a.jsonl", '{"text": "I."}\n{"text": "\\ud83d"}', ["record 2 of", '"\\ud83d", half of a character, in text']),
         ("a.jsonl", '{"text": "I."}\n{"id": 2}', ["record 2 of", "has null in text; its fields are id"]),
         ("a.json", '["I.", 5]', ["record 2 of", "has 5 in text"]),
-        ("a.json", "[]", ["the fields are missing"]),
+        ("a.json", "[]", ["has no records"]),
+        ("a.jsonl", '{"text": ""}\n', ["has 0 characters"]),
         ("a.json", '{"version": "1", "data": []}', ["the fields are data, version"]),
         ("a.jsonl", "version https://git-lfs.github.com/spec/v1\noid sha256:ab\n", ["is a Git LFS pointer"]),
         ("a.jsonl.gz", "x", ["is a compressed file: unpack it first"]),
-        ("a.csv", "a,b\n", ["is a table", "from_csv"]),
+        ("a.csv", "a,b\n", ["is a table", "from_csv", ".csv')"]),
+        ("a.tsv", "a\tb\n", ["is a table", "from_csv", ".tsv', sep='\\t')"]),
         ("a.parquet", "PAR1", ["is a Parquet file", "from_parquet"]),
         ("a.pdf", "%PDF", ["is a PDF: pdftotext"]),
         ("a.npy", "x", ["is a file of numbers", "train.bin and val.bin"]),
@@ -268,7 +277,7 @@ def test_a_config_that_git_lfs_has_not_fetched_is_named(tmp_path):
     ],
 )
 def test_a_file_without_text_of_its_own_is_one_line(name, content, words, tmp_path):
-    (tmp_path / name).write_text(content, encoding="utf-8")
+    (tmp_path / name).write_text(content, encoding="utf-8", errors="surrogateescape")
     result = here("--input", tmp_path / name, "--data_dir", tmp_path / "data", script="data/prepare.py")
     assert_one_line(result, *words, tmp_path / name, code=1)
     assert not (tmp_path / "data").exists()

@@ -135,10 +135,14 @@ def test_gpt2s_older_files_are_the_tokenizer_that_transformers_makes_of_them(nam
     text = TEXT[:2000] + "<|endoftext|>né 😀\n\n\n  end"
     assert ours.encode(text) == theirs(text).input_ids and 512 in ours.encode(text)
     assert ours.decode(ours.encode(text)) == text and len(ours.vocab) == 513
+    (tmp_path / names[1]).unlink()
+    with pytest.raises(FileNotFoundError, match=names[1]):
+        read_tokenizer(tmp_path)
 
 
-def test_settings_of_a_batch_in_a_tokenizer_json_do_not_cut_our_texts():
+def test_settings_for_training_in_a_tokenizer_json_do_not_change_our_texts():
     tokenizer = Tokenizer.from_str(bpe())
+    tokenizer.model.dropout = 0.9
     tokenizer.enable_truncation(5)
     tokenizer.enable_padding(length=5)
     assert tokenizer_from_json(tokenizer.to_str()).encode(TEXT[:500]) == BPE.encode(TEXT[:500])

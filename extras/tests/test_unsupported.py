@@ -40,6 +40,7 @@ def files(tmp_path_factory):
     (files / "loras" / "checkpoint-10" / "adapter_config.json").write_text("{}", encoding="utf-8")
     (files / "text" / "names.txt").write_text("Ada\nBo\n", encoding="utf-8")
     (files / "text" / "train.bin").write_bytes(bytes(99))
+    (files / "text" / "meta.json").write_text("{}", encoding="utf-8")
     save_file(lora, files / "lora.safetensors")
     for name in ("merged", "cache/snapshots/abc", "trainer/checkpoint-500"):
         (files / name / "config.json").write_bytes(config)
@@ -67,7 +68,9 @@ FOREIGN = [
     ("lora.safetensors", "is a LoRA adapter"),
     ("loras", "is a LoRA adapter"),
     ("text/names.txt", "is text, not a model: python data/prepare.py --input {}/text/names.txt prepares it"),
+    ("text", "is training data, not a model: pass --data_dir {}/text to train.py"),
     ("text/train.bin", "is training data, not a model: pass --data_dir {}/text to train.py"),
+    ("text/meta.json", "is training data, not a model: pass --data_dir {}/text to train.py"),
     ("hf/model.safetensors", "is one file of a Hugging Face folder: pass the folder, {}/hf"),
     ("hf/config.json", "pass the folder, {}/hf"),
     ("hf/tokenizer.json", "pass the folder, {}/hf"),
