@@ -61,7 +61,7 @@ function drawThree(scene) {
   const rest = percent(Math.max(0, 1 - three.reduce((sum, i) => sum + weights[i], 0)));
   const asks = picture(SHADES, [shades(query, "keys", [0, SHADES])], "The query");
   const cells = [
-    ...["", "key, and its products with the query", `their sum / √${query.length}: the score`, "softmax: the attention", "value, weighted by its attention", ""].map((name) => element("small", name)),
+    ...["", "key, and its products with the query", `their sum / √${query.length}: the score`, "softmax makes it a share: the attention", "value, weighted by its attention", ""].map((name) => element("small", name)),
     ...columns.flat(),
     element("b", `query of ${glyph(char(fed - 1))}`), asks, element("small", "used once, then thrown away"),
     element("small", fed > three.length ? `${rest} for the other ${fed - three.length}` : ""),

@@ -64,8 +64,7 @@ export const race = {
     if (isDone && $("guess").contains(document.activeElement)) $("next-step").focus(); // it would be lost
     const isRead = isDone && shown.request.steps > 1; // one step has nothing to read
     $("guess").hidden = isDone;
-    $("result").hidden = !isRead;
-    $("reason").classList.toggle("waiting", !isRead);
+    $("result").hidden = $("reason").hidden = !isRead;
     if (isRead) drawResult(race, guess);
     $("run").textContent = phase === "running" ? "Pause" : isDone ? "Race again" : race?.off.length ? "Continue" : "Race";
   },

@@ -62,6 +62,7 @@ function attentionOf({ kept, queries, masked }, layer, head, keyHead, size) {
 
 /** Draw the text, and the strip if it is to be seen. */
 export function drawStage(scene, isStrip) {
+  $("stage").hidden = false;
   drawText({ ...scene, fed: scene.at });
   $("three").hidden = isStrip;
   $("strip").hidden = document.querySelector("#stage [data-holds]").hidden = !isStrip;
