@@ -68,11 +68,7 @@ export function listen(store) {
     submit();
     follow(readMoment());
   };
-  window.onkeydown = ({ key }) => {
-    if (key !== "Escape") return;
-    closeSettings();
-    store.set({ clicked: null });
-  };
+  window.onkeydown = ({ key }) => key === "Escape" && closeSettings();
 
   // characters, each with its index: a cell of the strip, or one of the three
   for (const group of [$("cells"), $("three")]) {

@@ -28,7 +28,6 @@ export function createStore(worker, onChange, delay = 120) {
     from: 0, // the first of them
     page: null, // the same if the reader chose it; null: the newest characters are on the stage
     pointed: null, // the character below the pointer, or with the focus
-    clicked: null,
     note: "", // about the last click
     refused: null, // what is wrong with the form: { message, name }
     error: "",
@@ -214,7 +213,7 @@ export function createStore(worker, onChange, delay = 120) {
    */
   function show(answer) {
     if (!answer || answer.kind === "mistake") state.page = null;
-    if (!answer) state.pointed = state.clicked = null;
+    if (!answer) state.pointed = null;
     set({ answer, note: "" });
   }
 
@@ -284,12 +283,6 @@ export function createStore(worker, onChange, delay = 120) {
     if (state.run && there(index) !== state.pointed) set({ pointed: there(index) });
   }
 
-  /** Mark a character, or remove its mark. */
-  function mark(index) {
-    if (index !== null) turnTo(index);
-    set({ clicked: state.clicked === index ? null : there(index) });
-  }
-
   /** Respond to a click on a character: do what this step is about. */
   function click(index) {
     if (index !== null && state.run) STEPS[state.step - 1].click?.(store, index);
@@ -305,7 +298,7 @@ export function createStore(worker, onChange, delay = 120) {
 
   const store = {
     state, set, receive, fail, describe, lookOfStep, prepared, enter, turnToStep, race, play, pause, goBack,
-    show, takeOut, changeCharacter, askMistakes, showMistake, point, mark, click, turnTo,
+    show, takeOut, changeCharacter, askMistakes, showMistake, point, click, turnTo,
   };
   return store;
 }

@@ -17,7 +17,7 @@ const [RACE, WHY, INSIDE, BREAK] = [2, 4, 5, 6]; // the numbers of the steps
 
 /** A request as readRequest returns it. */
 function requestOf({ ids = PROMPT, seed = 3n, steps = info.block_size - ids.length } = {}) {
-  return { ids, steps, sampling: { temperature: 0.8, topK: null, seed }, notes: [], key: [ids, steps, seed].join() };
+  return { ids, steps, sampling: { temperature: 0.8, topK: null, seed }, key: [ids, steps, seed].join() };
 }
 
 /** The commands of the worker without a worker: one after the other, and "stop" ends all that came before it. */
@@ -213,7 +213,7 @@ test("a click on an early character moves the strip there and pauses the run", a
   store.play(Infinity);
   await until(() => state.from > 8);
   store.click(1);
-  assert.deepEqual([state.phase, state.from, state.clicked], ["paused", 0, 1]);
+  assert.deepEqual([state.phase, state.from, state.pointed], ["paused", 0, 1]);
   store.point(5);
   store.set({ page: 5 });
   assert.deepEqual([state.from, state.pointed], [5, null]); // another character is below the pointer now

@@ -57,7 +57,10 @@ export const breaks = {
     }
   },
   enter: (store, { mistake }) => store.askMistakes(NAMES.includes(mistake) ? mistake : NAMES[0]),
-  click: (store, index) => store.mark(index),
+  click(store, index) {
+    store.turnTo(index);
+    store.point(index); // without a mouse, only a click points
+  },
   draw(state) {
     const scene = sceneOf(state);
     drawStage(scene, true);

@@ -33,14 +33,13 @@ export function draw(state) {
   if (run && phase !== "preparing") STEPS[step - 1].draw?.(state); // a step keeps its picture until the next one is there
 }
 
-function drawSentences({ phase, run, race, answer, progress, step, refused, error, note }) {
+function drawSentences({ phase, race, progress, step, refused, error, note }) {
   // from a file, it may never arrive, and start.js has said what to do
   const megabytes = (bytes) => (bytes / 1e6).toFixed(1);
   const arrived = progress && ` ${megabytes(progress.received)} of ${megabytes(progress.total)} MB`;
   if (phase !== "loading") say("loading", "");
   else if (arrived && location.protocol !== "file:") say("loading", `Loading the model:${arrived}.`);
   say("message", error);
-  const isSaid = run && !answer && !refused && ["ready", "paused", "done"].includes(phase) && step > 1;
-  const notes = isSaid ? [...run.request.notes, step === 2 && race ? runInWords(race) : ""] : [];
-  say("status", note || notes.join(" ").trim());
+  const isSaid = race && step === 2 && !refused && phase !== "running";
+  say("status", isSaid ? runInWords(race) : note);
 }
