@@ -241,9 +241,8 @@ export function createStore(worker, onChange, delay = 120) {
     const from = firstCell(run);
     const inSight = [...run.ids.keys()].slice(from, Math.min(newest, from + state.cells));
     if (newest < 1 || index > newest || !inSight.length) return;
-    const most = await ask("takeOut", inSight);
-    const answer = most && index !== null ? await ask("takeOut", [index]) : most;
-    if (answer) show(picture("take", { ...answer, most, ids: run.ids.with(-1, answer.next) }));
+    const answer = await ask("takeOut", index === null ? inSight : [index]);
+    if (answer) show(picture("take", { ...answer, isMost: index === null, ids: run.ids.with(-1, answer.next) }));
   }
 
   /** Change a character, by default the one that is changed already, to the character `to`. */

@@ -1,16 +1,15 @@
 // Opens pages in headless Chromium, waits until they have loaded or say why not, and prints what they say as JSON.
 //
-//     node extras/web/tests/loading.mjs '{ "chromium": PATH, "urls": { NAME: URL }, "lacking": { NAME: GLOBAL } }'
+//     node extras/web/tests/loading.mjs '{ "chromium": PATH, "urls": { NAME: URL } }'
 import { createRequire } from "node:module";
 
 const { chromium } = createRequire(new URL("../package.json", import.meta.url))("playwright-core");
-const { chromium: executablePath, urls, lacking } = JSON.parse(process.argv[2]);
+const { chromium: executablePath, urls } = JSON.parse(process.argv[2]);
 const browser = await chromium.launch({ executablePath, args: ["--headless", "--no-sandbox", "--disable-gpu"] });
 
 async function visit([name, url]) {
   const context = await browser.newContext({ reducedMotion: "reduce" });
   const page = await context.newPage();
-  await page.addInitScript((missing) => delete globalThis[missing], lacking[name] ?? "");
   await page.goto(url);
   await page.waitForFunction(() => {
     const { textContent } = document.querySelector("#loading, #status");

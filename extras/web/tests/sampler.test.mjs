@@ -2,11 +2,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { attend } from "../page/attention.js";
 import { gumbelNoise, pick, softmax } from "../page/sampler.js";
-
-const assertClose = (got, expected, most) => {
-  assert.equal(got.length, expected.length);
-  got.forEach((x, i) => assert.ok(Math.abs(x - expected[i]) <= most, `${got} is not ${expected}`));
-};
+import { assertClose } from "./toy.mjs";
 
 // from model import gumbel_noise; gumbel_noise(seed, torch.tensor([0]), torch.tensor([0, 7]), 4)[0].tolist()
 const NOISE = {

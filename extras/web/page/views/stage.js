@@ -82,9 +82,9 @@ const left = (i) => i * size.cell; // where a cell starts
 /** Return the index of the character at an event on the strip, or null. A key press on a cell is a click too, but has
  *  no coordinates. */
 export function indexAt(event, from) {
-  const target = [...$("cells").children].indexOf(event.target.closest("button"));
-  const place = Math.floor((event.clientX - $("cells").getBoundingClientRect().left) / size.cell);
-  const cell = target >= 0 ? target : place;
+  const pressed = event.target.closest("button");
+  if (pressed) return Number(pressed.dataset.index);
+  const cell = Math.floor((event.clientX - $("cells").getBoundingClientRect().left) / size.cell);
   return cell >= 0 && cell < size.cells ? from + cell : null;
 }
 
