@@ -1,8 +1,8 @@
-// The page's end of the worker: calls that return promises, and events.
-import { downloader, part, unreachable } from "./files.js";
+// The page's end of the worker: calls that return promises, and the steps that it takes.
+import { download, part, unreachable } from "./files.js";
 
-/** Start the worker. Returns { read(name), call(name, ...args), stop() }. onEvent gets the worker's events. */
-export function startWorker(onEvent) {
+/** Start the worker. Returns { read(name), call(name, ...args), stop() }. onStep gets each step: see commands.js. */
+export function startWorker(onStep) {
   const waiting = new Map();
   let calls = 0;
   let failure = null;
@@ -14,10 +14,9 @@ export function startWorker(onEvent) {
   };
 
   const worker = new Worker(new URL("worker.js", import.meta.url), { type: "module" });
-  const download = downloader((received, total) => waiting.size && onEvent("loading", { received, total })); // no failure yet
   worker.onmessage = ({ data: { call, event, result, error, ...rest }, ports: [port] }) => {
     if (event === "file") return download(rest.name).then((blob) => port.postMessage(blob), fail);
-    if (event) return onEvent(event, rest);
+    if (event === "step") return onStep(rest);
     const { resolve, reject } = waiting.get(call);
     waiting.delete(call);
     if (error === undefined) resolve(result);

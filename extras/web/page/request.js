@@ -1,5 +1,5 @@
 // What the reader asks for: the form, checked.
-import { characters } from "./words.js";
+import { counted } from "./words.js";
 
 export const FIELDS = ["prompt", "temperature", "top_k", "seed", "max_new_tokens"];
 
@@ -15,7 +15,7 @@ const COUNTERPARTS = new Map(
 export function readRequest(fields, info) {
   const prompt = readPrompt(fields.prompt, info);
   const room = info.block_size - prompt.length;
-  if (room < 1) refuse(fields.prompt, `The prompt has ${characters(prompt.length)}. At most ${info.block_size - 1} fit.`);
+  if (room < 1) refuse(fields.prompt, `The prompt has ${counted(prompt.length, "character")}. At most ${info.block_size - 1} fit.`);
   const decimal = /^(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/i;
   const sampling = {
     temperature: Number(number(fields.temperature, decimal, (text) => text < 1e30, "a number from 0 to 1e30")),
@@ -23,7 +23,7 @@ export function readRequest(fields, info) {
     seed: BigInt(number(fields.seed, /^\d+$/, (text) => BigInt(text) < 2n ** 64n, "a whole number from 0 to 2⁶⁴ − 1")),
   };
   const steps = count(fields.max_new_tokens) ?? room;
-  if (steps > room) refuse(fields.max_new_tokens, `After this prompt, the context has room for ${characters(room)}.`);
+  if (steps > room) refuse(fields.max_new_tokens, `After this prompt, the context has room for ${counted(room, "character")}.`);
   const ids = prompt.map((char) => info.ids.get(char));
   return { ids, steps, sampling, key: [ids, steps, ...Object.values(sampling)].join() };
 }

@@ -13,7 +13,6 @@ export function createStore(worker, onChange, delay = 120) {
   const state = {
     phase: "loading", // or ready, preparing, running, paused, done, failed
     info: null, // model.json, and `ids`: Map(character => id)
-    progress: null, // of loading: { received, total }
     step: 1, // of the lesson, from 1
     layer: 0, // from 0, like the head
     head: 0,
@@ -155,10 +154,9 @@ export function createStore(worker, onChange, delay = 120) {
     goTo(state.run.ids.length - 1);
   }
 
-  /** Respond to an event of the worker: see commands.js. */
-  function receive(event, { run: name, on, off, ...progress }) {
+  /** Add a step that the worker took: see commands.js. */
+  function receive({ run: name, on, off }) {
     const { run } = state;
-    if (event === "loading") return set({ progress });
     if (name !== run?.name) return;
     if (off) run.off.push(off);
     if (on) {
@@ -275,11 +273,11 @@ export function createStore(worker, onChange, delay = 120) {
 
   // -- pointing ---------------------------------------------------------------------------------------------------------
 
-  const there = (index) => (index !== null && index < (state.answer ?? state.run).ids.length ? index : null);
-
   /** Point at a character, or at none. */
   function point(index) {
-    if (state.run && there(index) !== state.pointed) set({ pointed: there(index) });
+    if (!state.run) return;
+    const pointed = index !== null && index < (state.answer ?? state.run).ids.length ? index : null;
+    if (pointed !== state.pointed) set({ pointed });
   }
 
   /** Respond to a click on a character: do what this step is about. */

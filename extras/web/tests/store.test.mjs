@@ -29,7 +29,7 @@ function open() {
     return queue;
   };
   const store = createStore({ call, stop: () => stops++ }, () => {}, 0);
-  globalThis.postMessage = ({ event, ...data }) => store.receive(event, structuredClone(data));
+  globalThis.postMessage = ({ event, ...step }) => store.receive(structuredClone(step));
   use(toyNetwork());
   store.set({ info, cells: 10, phase: "ready" });
   return store;
@@ -128,7 +128,7 @@ test("a new prompt drops everything of the previous run", async () => {
   await until(() => state.phase === "paused");
   assert.deepEqual([state.run.ids.slice(0, 2), state.run.on.length, state.run.kept.length], [[5, 5], 8, 9]);
   assert.equal(state.answer, null);
-  store.receive("step", { run: state.run.name - 1, on: { id: 0, computed: 1 } }); // late
+  store.receive({ run: state.run.name - 1, on: { id: 0, computed: 1 } }); // late
   assert.equal(state.run.on.length, 8);
 });
 
