@@ -68,7 +68,9 @@ export function listen(store) {
     submit();
     follow(readMoment());
   };
-  window.onkeydown = ({ key }) => key === "Escape" && closeSettings();
+  window.onkeydown = ({ key }) => {
+    if (key === "Escape") closeSettings();
+  };
 
   // characters, each with its index: a cell of the strip, or one of the three
   for (const group of [$("cells"), $("three")]) {
