@@ -7,7 +7,7 @@ export async function download(name) {
   try {
     const response = await fetch(href);
     if (!response.ok) throw incomplete(`The server answered ${response.status} for ${name}`);
-    return await response.blob();
+    return new Blob([await response.arrayBuffer()]); // response.blob() fails in Chromium with many pages at once
   } catch (error) {
     throw error.said ? error : unreachable(name);
   }
