@@ -16,12 +16,13 @@ const browser = await chromium.launch({ executablePath: process.env.CHROMIUM, ar
 for (const [name, colorScheme] of [["page", "light"], ["page-dark", "dark"]]) {
   const frames = `${folder}/${name}`;
   await mkdir(frames, { recursive: true });
-  const page = await browser.newPage({ viewport: { width: 1200, height: 700 }, colorScheme });
+  const page = await browser.newPage({ viewport: { width: 1200, height: 680 }, colorScheme });
   await page.clock.install();
   await page.goto(site);
   await page.waitForFunction(() => document.body.dataset.state === "ready"); // nothing moves any more
   await page.clock.pauseAt(Date.now() + 60_000); // from here on, time passes only where we say so
-  await page.evaluate(() => document.getElementById("replay").click());
+  await page.click("#replay");
+  await page.locator("#replay").evaluate((button) => (button.hidden = true)); // nobody can click a picture
 
   for (let i = 0, isOver = false; !isOver; i++) {
     isOver = !(await page.locator(".idea .off .waiting").count());

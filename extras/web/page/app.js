@@ -9,7 +9,7 @@ import { draw } from "./views/page.js";
 import { inEnglish } from "./words.js";
 
 const fields = $("form").elements;
-const worker = startWorker((event, data) => store.receive(event, data));
+const worker = startWorker((step) => store.receive(step));
 const store = createStore(worker, changed);
 const { state } = store;
 

@@ -1,4 +1,5 @@
 // Attention of one head, for one query, that of the newest character.
+import { softmax } from "./sampler.js";
 
 /** Return { scores, weights, mix }: how well each key matches the query, how much the query therefore looks at each
  *  column, and the values mixed with these weights.
@@ -13,10 +14,7 @@ export function attend(query, keys, values, masked) {
     if (column === masked) return -Infinity;
     return query.reduce((sum, x, i) => sum + x * keys[column * size + i], 0) / Math.sqrt(size);
   });
-  const most = Math.max(...scores);
-  const exponents = scores.map((score) => Math.exp(score - most));
-  const total = exponents.reduce((sum, x) => sum + x, 0);
-  const weights = exponents.map((x) => x / total);
+  const weights = softmax(scores);
   const mix = query.map((_, i) => weights.reduce((sum, weight, column) => sum + weight * values[column * size + i], 0));
   return { scores, weights, mix };
 }

@@ -1,10 +1,8 @@
-// The page's end of the worker: calls that return promises, and events.
-import { downloader, part, unreachable } from "./files.js";
+// The page's end of the worker: calls that return promises, and the steps that it takes.
+import { download, part, unreachable } from "./files.js";
 
-const NEEDED = ["WebAssembly", "DecompressionStream"]; // the newest features that the page needs, from 2023
-
-/** Start the worker. Returns { read(name), call(name, ...args), stop() }. onEvent gets the worker's events. */
-export function startWorker(onEvent) {
+/** Start the worker. Returns { read(name), call(name, ...args), stop() }. onStep gets each step: see commands.js. */
+export function startWorker(onStep) {
   const waiting = new Map();
   let calls = 0;
   let failure = null;
@@ -16,12 +14,9 @@ export function startWorker(onEvent) {
   };
 
   const worker = new Worker(new URL("worker.js", import.meta.url), { type: "module" });
-  const missing = NEEDED.find((name) => !(name in globalThis));
-  if (missing) fail(new Error(`This browser is too old or blocks ${missing}, which the page needs.`));
-  const download = downloader((received, total) => waiting.size && onEvent("loading", { received, total })); // no failure yet
   worker.onmessage = ({ data: { call, event, result, error, ...rest }, ports: [port] }) => {
     if (event === "file") return download(rest.name).then((blob) => port.postMessage(blob), fail);
-    if (event) return onEvent(event, rest);
+    if (event === "step") return onStep(rest);
     const { resolve, reject } = waiting.get(call);
     waiting.delete(call);
     if (error === undefined) resolve(result);

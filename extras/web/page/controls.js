@@ -69,9 +69,7 @@ export function listen(store) {
     follow(readMoment());
   };
   window.onkeydown = ({ key }) => {
-    if (key !== "Escape") return;
-    closeSettings();
-    store.set({ clicked: null });
+    if (key === "Escape") closeSettings();
   };
 
   // characters, each with its index: a cell of the strip, or one of the three

@@ -1,27 +1,16 @@
 // The files that index.html preloads. Only the page itself can use what its HTML preloads, so it fetches the files for
 // its worker, which unpacks them.
 
-/** In the page: return (name) => Blob of a file. Calls onProgress(received, total) while files arrive. */
-export function downloader(onProgress) {
-  let [received, total] = [0, 0];
-  return async (name) => {
-    const { href } = document.querySelector(`link[href^="${name}"]`); // with the "?..." that the exporter adds
-    try {
-      const response = await fetch(href);
-      if (!response.ok) throw incomplete(`The server answered ${response.status} for ${name}`);
-      total += Number(response.headers.get("Content-Length") ?? 0);
-      const parts = [];
-      const reader = response.body.getReader();
-      for (let next = await reader.read(); !next.done; next = await reader.read()) {
-        parts.push(next.value);
-        received += next.value.length;
-        onProgress(received, Math.max(received, total));
-      }
-      return new Blob(parts);
-    } catch (error) {
-      throw error.said ? error : unreachable(name);
-    }
-  };
+/** In the page: return one of these files, a Blob. */
+export async function download(name) {
+  const { href } = document.querySelector(`link[href^="${name}"]`); // with the "?..." that the exporter adds
+  try {
+    const response = await fetch(href);
+    if (!response.ok) throw incomplete(`The server answered ${response.status} for ${name}`);
+    return new Blob([await response.arrayBuffer()]); // response.blob() fails in Chromium with many pages at once
+  } catch (error) {
+    throw error.said ? error : unreachable(name);
+  }
 }
 
 /** In the worker: return the bytes of one of the page's files, an ArrayBuffer. */

@@ -1,5 +1,5 @@
 // What the reader asks for: the form, checked.
-import { characters } from "./words.js";
+import { counted } from "./words.js";
 
 export const FIELDS = ["prompt", "temperature", "top_k", "seed", "max_new_tokens"];
 
@@ -11,46 +11,30 @@ const COUNTERPARTS = new Map(
   }),
 );
 
-/** Return { ids, steps, sampling, notes, key } of the form. Throws an Error with the `field` that is wrong. */
+/** Return { ids, steps, sampling, key } of the form. Throws an Error with the `field` that is wrong. */
 export function readRequest(fields, info) {
-  const notes = [];
-  const prompt = readPrompt(fields.prompt, info, notes);
+  const prompt = readPrompt(fields.prompt, info);
   const room = info.block_size - prompt.length;
-  if (room < 1) refuse(fields.prompt, `The prompt has ${characters(prompt.length)}. At most ${info.block_size - 1} fit.`);
+  if (room < 1) refuse(fields.prompt, `The prompt has ${counted(prompt.length, "character")}. At most ${info.block_size - 1} fit.`);
   const decimal = /^(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/i;
-  const typed = fields.temperature.value;
-  if (/^\s*\d*,\d+\s*$/.test(typed)) {
-    fields.temperature.value = typed.trim().replace(",", ".");
-    notes.push(`Read ${typed.trim()} as ${fields.temperature.value}.`);
-  }
   const sampling = {
     temperature: Number(number(fields.temperature, decimal, (text) => text < 1e30, "a number from 0 to 1e30")),
     topK: count(fields.top_k),
     seed: BigInt(number(fields.seed, /^\d+$/, (text) => BigInt(text) < 2n ** 64n, "a whole number from 0 to 2⁶⁴ − 1")),
   };
-  const asked = count(fields.max_new_tokens) ?? room;
-  if (asked > room) {
-    notes.push(`The context of ${info.block_size} has no room for ${characters(asked)}: only ${room} fit.`);
-  }
-  const [ids, steps] = [prompt.map((char) => info.ids.get(char)), Math.min(asked, room)];
-  return { ids, steps, sampling, notes, key: [ids, steps, ...Object.values(sampling)].join() };
+  const steps = count(fields.max_new_tokens) ?? room;
+  if (steps > room) refuse(fields.max_new_tokens, `After this prompt, the context has room for ${counted(room, "character")}.`);
+  const ids = prompt.map((char) => info.ids.get(char));
+  return { ids, steps, sampling, key: [ids, steps, ...Object.values(sampling)].join() };
 }
 
 /** Return the characters of the prompt, with counterparts for characters that the model does not know. */
-function readPrompt(field, info, notes) {
-  const replaced = new Set();
-  let prompt = [...field.value].flatMap((char) => {
+function readPrompt(field, info) {
+  const prompt = [...field.value].flatMap((char) => {
     if (info.ids.has(char)) return [char];
-    const known = COUNTERPARTS.get(char)?.find((text) => [...text].every((each) => info.ids.has(each)));
-    if (known === undefined) return [char];
-    if (known) replaced.add(`${char === "\t" ? "a tab" : char} as ${known === " " ? "a space" : known}`);
-    return [...known];
+    return [...(COUNTERPARTS.get(char)?.find((text) => [...text].every((each) => info.ids.has(each))) ?? char)];
   });
-  if (replaced.size) notes.push(`Read ${[...replaced].join(", ")}.`);
-  if (!prompt.length) {
-    prompt = [info.ids.has("\n") ? "\n" : info.chars[0]];
-    notes.push(`The prompt is empty, so the text starts after ${JSON.stringify(prompt[0])}.`);
-  }
+  if (!prompt.length) return [info.ids.has("\n") ? "\n" : info.chars[0]];
   const unknown = [...new Set(prompt)].filter((char) => !info.ids.has(char)).sort();
   if (unknown.length) {
     const names = unknown.slice(0, 20).map((char) => JSON.stringify(char)).join(", ");

@@ -13,7 +13,6 @@ export function createStore(worker, onChange, delay = 120) {
   const state = {
     phase: "loading", // or ready, preparing, running, paused, done, failed
     info: null, // model.json, and `ids`: Map(character => id)
-    progress: null, // of loading: { received, total }
     step: 1, // of the lesson, from 1
     layer: 0, // from 0, like the head
     head: 0,
@@ -28,7 +27,6 @@ export function createStore(worker, onChange, delay = 120) {
     from: 0, // the first of them
     page: null, // the same if the reader chose it; null: the newest characters are on the stage
     pointed: null, // the character below the pointer, or with the focus
-    clicked: null,
     note: "", // about the last click
     refused: null, // what is wrong with the form: { message, name }
     error: "",
@@ -156,10 +154,9 @@ export function createStore(worker, onChange, delay = 120) {
     goTo(state.run.ids.length - 1);
   }
 
-  /** Respond to an event of the worker: see commands.js. */
-  function receive(event, { run: name, on, off, ...progress }) {
+  /** Add a step that the worker took: see commands.js. */
+  function receive({ run: name, on, off }) {
     const { run } = state;
-    if (event === "loading") return set({ progress });
     if (name !== run?.name) return;
     if (off) run.off.push(off);
     if (on) {
@@ -214,7 +211,7 @@ export function createStore(worker, onChange, delay = 120) {
    */
   function show(answer) {
     if (!answer || answer.kind === "mistake") state.page = null;
-    if (!answer) state.pointed = state.clicked = null;
+    if (!answer) state.pointed = null;
     set({ answer, note: "" });
   }
 
@@ -242,9 +239,8 @@ export function createStore(worker, onChange, delay = 120) {
     const from = firstCell(run);
     const inSight = [...run.ids.keys()].slice(from, Math.min(newest, from + state.cells));
     if (newest < 1 || index > newest || !inSight.length) return;
-    const most = await ask("takeOut", inSight);
-    const answer = most && index !== null ? await ask("takeOut", [index]) : most;
-    if (answer) show(picture("take", { ...answer, most, ids: run.ids.with(-1, answer.next) }));
+    const answer = await ask("takeOut", index === null ? inSight : [index]);
+    if (answer) show(picture("take", { ...answer, isMost: index === null, ids: run.ids.with(-1, answer.next) }));
   }
 
   /** Change a character, by default the one that is changed already, to the character `to`. */
@@ -277,17 +273,11 @@ export function createStore(worker, onChange, delay = 120) {
 
   // -- pointing ---------------------------------------------------------------------------------------------------------
 
-  const there = (index) => (index !== null && index < (state.answer ?? state.run).ids.length ? index : null);
-
   /** Point at a character, or at none. */
   function point(index) {
-    if (state.run && there(index) !== state.pointed) set({ pointed: there(index) });
-  }
-
-  /** Mark a character, or remove its mark. */
-  function mark(index) {
-    if (index !== null) turnTo(index);
-    set({ clicked: state.clicked === index ? null : there(index) });
+    if (!state.run) return;
+    const pointed = index !== null && index < (state.answer ?? state.run).ids.length ? index : null;
+    if (pointed !== state.pointed) set({ pointed });
   }
 
   /** Respond to a click on a character: do what this step is about. */
@@ -305,7 +295,7 @@ export function createStore(worker, onChange, delay = 120) {
 
   const store = {
     state, set, receive, fail, describe, lookOfStep, prepared, enter, turnToStep, race, play, pause, goBack,
-    show, takeOut, changeCharacter, askMistakes, showMistake, point, mark, click, turnTo,
+    show, takeOut, changeCharacter, askMistakes, showMistake, point, click, turnTo,
   };
   return store;
 }

@@ -17,9 +17,7 @@ export function percent(share) {
 
 export const inEnglish = (number) => number.toLocaleString("en");
 
-export function characters(count) {
-  return `${count} character${count === 1 ? "" : "s"}`;
-}
+export const counted = (count, what) => `${count} ${what}${count === 1 ? "" : "s"}`;
 
 /** Compare the texts of a run, as far as both have been generated. */
 export function runInWords({ on, off, given, request }) {
@@ -28,5 +26,5 @@ export function runInWords({ on, off, given, request }) {
   const rounding = "Rounding can decide between two candidates closer than 0.0001. Anything else is a bug.";
   if (different >= 0) return `The texts differ from character ${given + different + 1} on. ${rounding}`;
   const all = same === request.steps && same > 1 ? "all " : "";
-  return same ? `The text is the same with and without the cache: ${all}${characters(same)}.` : "";
+  return same ? `The text is the same with and without the cache: ${all}${counted(same, "character")}.` : "";
 }

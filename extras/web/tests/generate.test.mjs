@@ -3,7 +3,7 @@ import { test } from "node:test";
 import { begin, changedText, compareMistake, rewind, step, takeColumnOut, whoseTurn } from "../page/generate.js";
 import { NAMES, ROUNDING } from "../page/mistakes.js";
 import { softmax } from "../page/sampler.js";
-import { INFO, toyNetwork, wholeLogits } from "./toy.mjs";
+import { INFO, assertClose, toyNetwork, wholeLogits } from "./toy.mjs";
 
 const PROMPT = [1, 4, 2, 7];
 const OTHER = PROMPT.map((id) => (id + 1) % INFO.chars.length); // the prompt of the mistake "another prompt"
@@ -11,11 +11,6 @@ const [T, STEPS] = [PROMPT.length, 12];
 const SAMPLING = { temperature: 4, topK: null, seed: 3n };
 const never = () => false;
 const breathe = async () => {};
-
-const assertClose = (got, expected, most = 1e-5) => {
-  assert.equal(got.length, expected.length);
-  got.forEach((x, i) => assert.ok(Math.abs(x - expected[i]) < most, `${got} is not ${expected}`));
-};
 
 const start = (network = toyNetwork()) => begin(network, PROMPT, STEPS, SAMPLING);
 

@@ -1,24 +1,15 @@
 // Opens pages in headless Chromium, waits until they have loaded or say why not, and prints what they say as JSON.
 //
-//     node extras/web/tests/loading.mjs '{ "chromium": PATH, "urls": { NAME: URL }, "lacking": { NAME: GLOBAL } }'
+//     node extras/web/tests/loading.mjs '{ "chromium": PATH, "urls": { NAME: URL } }'
 import { createRequire } from "node:module";
 
 const { chromium } = createRequire(new URL("../package.json", import.meta.url))("playwright-core");
-const { chromium: executablePath, urls, lacking } = JSON.parse(process.argv[2]);
+const { chromium: executablePath, urls } = JSON.parse(process.argv[2]);
 const browser = await chromium.launch({ executablePath, args: ["--headless", "--no-sandbox", "--disable-gpu"] });
 
 async function visit([name, url]) {
   const context = await browser.newContext({ reducedMotion: "reduce" });
   const page = await context.newPage();
-  await page.addInitScript((missing) => delete globalThis[missing], lacking[name] ?? "");
-  await page.addInitScript(() => {
-    globalThis.read = []; // what a screen reader announces
-    addEventListener("DOMContentLoaded", () => {
-      const status = document.getElementById("status");
-      const note = () => status.ariaLive !== "off" && status.textContent && globalThis.read.push(status.textContent);
-      new MutationObserver(note).observe(status, { childList: true });
-    });
-  });
   await page.goto(url);
   await page.waitForFunction(() => {
     const { textContent } = document.querySelector("#loading, #status");
@@ -27,7 +18,7 @@ async function visit([name, url]) {
   await page.waitForTimeout(1000); // in case something still changes it
   const state = await page.evaluate(() => document.body.dataset.state);
   const said = await page.locator("#loading, #status, #message").allTextContents();
-  return [name, { state, said: said.join(""), read: await page.evaluate(() => globalThis.read) }];
+  return [name, { state, said: said.join("") }];
 }
 
 const seen = await Promise.all(Object.entries(urls).map(visit));

@@ -18,26 +18,16 @@ ort.env.wasm.numThreads = 1;
 const network = await createNetwork(ort, new Uint8Array(gunzipSync(file("model.onnx.gz"))), info);
 
 const lists = (arrays) => arrays.map((array) => [...array]);
-const beginJob = ({ prompt, steps, sampling }) =>
-  begin(network, prompt, steps, { ...sampling, seed: BigInt(sampling.seed) });
-
-const run = beginJob(plan.run);
+const run = begin(network, plan.prompt, plan.steps, { ...plan.sampling, seed: BigInt(plan.sampling.seed) });
 const kept = keptColumns(info);
 const steps = [];
-for (let i = 0; i < plan.run.steps; i++) {
+for (let i = 0; i < plan.steps; i++) {
   steps.push(await step(run, "on"));
   kept.add(steps.at(-1).columns);
-}
-const texts = [];
-for (const job of plan.jobs) {
-  const other = beginJob(job);
-  for (let i = 0; i < job.steps; i++) await step(other, "on");
-  texts.push(other.on.ids);
 }
 const layers = [...Array(info.n_layer).keys()];
 const answers = {
   ids: run.on.ids,
-  texts,
   probabilities: steps.map(({ probabilities }) => probabilities),
   kept: layers.map((layer) =>
     [0, 1].map((kind) => lists(Array.from({ length: info.n_kv_head }, (_, head) => kept.lane(layer, kind, head)))),
@@ -51,7 +41,7 @@ const answers = {
     }),
   ),
 };
-const forward = async (options) => [...(await network.forward(plan.run.prompt, network.empty, options)).logits];
+const forward = async (options) => [...(await network.forward(plan.prompt, network.empty, options)).logits];
 answers.moved = await forward({ positions: plan.positions });
 answers.masked = await forward({ masked: plan.masked });
 console.log(JSON.stringify(answers));

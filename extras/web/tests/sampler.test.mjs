@@ -1,12 +1,8 @@
-// node --test extras/web/tests
 import assert from "node:assert/strict";
 import { test } from "node:test";
+import { attend } from "../page/attention.js";
 import { gumbelNoise, pick, softmax } from "../page/sampler.js";
-
-const assertClose = (got, expected, most) => {
-  assert.equal(got.length, expected.length);
-  got.forEach((x, i) => assert.ok(Math.abs(x - expected[i]) <= most, `${got} is not ${expected}`));
-};
+import { assertClose } from "./toy.mjs";
 
 // from model import gumbel_noise; gumbel_noise(seed, torch.tensor([0]), torch.tensor([0, 7]), 4)[0].tolist()
 const NOISE = {
@@ -49,4 +45,12 @@ test("softmax is PyTorch's, and large logits do not overflow", () => {
   const expected = [0.170108736, 0.029560465, 0.762374461, 0.037956387];
   assertClose(softmax(Float32Array.of(1.5, -0.25, 3, 0)), expected, 1e-6);
   assertClose(softmax([1001.5, 999.75, 1003, 1000]), expected, 1e-6);
+});
+
+test("a hidden column gets no attention", () => {
+  const [query, keys, values] = [[1, -2], [0.5, 1, -1, 0, 0, -0.5], [1, 2, -1, 0.5, 0.25, -3]].map((each) => Float32Array.from(each));
+  const { weights, mix } = attend(query, keys, values, 1);
+  assert.equal(weights[1], 0);
+  // q, k, v: the tensors above, in rows of 2. F.scaled_dot_product_attention(q, k, v, attn_mask=torch.tensor([[True, False, True]]))
+  assertClose([...mix], [0.359365165, -2.270898581], 1e-6);
 });

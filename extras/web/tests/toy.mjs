@@ -1,4 +1,5 @@
 // A tiny transformer in plain JavaScript, for tests without a graph: two layers of two heads, rotary positions, no MLP.
+import assert from "node:assert/strict";
 import { emptyCache } from "../page/cache.js";
 import { softmax } from "../page/sampler.js";
 
@@ -73,4 +74,9 @@ export function toyNetwork() {
     return { logits: result.logits.at(-1), cache: kept.cache, queries: kept.queries };
   }
   return { forward, empty: emptyCache(INFO) };
+}
+
+export function assertClose(got, expected, most = 1e-5) {
+  assert.equal(got.length, expected.length);
+  got.forEach((x, i) => assert.ok(Math.abs(x - expected[i]) < most, `${got} is not ${expected}`));
 }

@@ -3,7 +3,7 @@ import { MISTAKES, NAMES, ROUNDING } from "../mistakes.js";
 import { $, element, say } from "../views/draw.js";
 import { drawNext } from "../views/next.js";
 import { drawAbout, drawStage, sceneOf } from "../views/stage.js";
-import { glyph, quoted } from "../words.js";
+import { counted, glyph, quoted } from "../words.js";
 
 const EXCERPT = 34; // characters
 
@@ -36,7 +36,7 @@ export function mistakeInWords({ info, answer }) {
   const { meaning } = MISTAKES[name];
   if (largest < ROUNDING) return `${meaning} Everything is correct this time, because no step reads what it spoils.`;
   const [keys, values] = differences.slice(0, 2).map((each) => each.filter((x) => x > ROUNDING).length);
-  const count = (number, what) => (number ? [`${number} ${what}${number === 1 ? "" : "s"}`] : []);
+  const count = (number, what) => (number ? [counted(number, what)] : []);
   const some = [...count(keys, "key"), ...count(values, "value")].join(" and ");
   const layer = some ? `Incorrect in layer 1: ${some}.` : "In layer 1, all keys and values are correct.";
   const off = `A logit is off by up to ${largest.toFixed(2)}. ${layer}`;
@@ -57,7 +57,10 @@ export const breaks = {
     }
   },
   enter: (store, { mistake }) => store.askMistakes(NAMES.includes(mistake) ? mistake : NAMES[0]),
-  click: (store, index) => store.mark(index),
+  click(store, index) {
+    store.turnTo(index);
+    store.point(index); // without a mouse, only a click points
+  },
   draw(state) {
     const scene = sceneOf(state);
     drawStage(scene, true);

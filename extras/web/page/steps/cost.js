@@ -9,15 +9,14 @@ const LLAMA = "Llama 3 8B";
 /** Make the calculator. The model of this page is one of the choices. */
 function make(store, { n_layer, n_head, n_kv_head, head_size, block_size, parameters }) {
   const models = {
-    "this page": [parameters / 1e9, n_layer, n_kv_head, head_size, 4, Math.log2(block_size)],
-    "GPT-2": [0.124, 12, 12, 64, 2, 10],
-    [LLAMA]: [8.03, 32, 8, 128, 2, 13],
-    "Llama 3 70B": [70.6, 80, 8, 128, 2, 13],
+    "this page": [parameters / 1e9, n_layer, n_kv_head, head_size, 4, Math.log2(block_size), n_head],
+    "GPT-2": [0.124, 12, 12, 64, 2, 10, 12],
+    [LLAMA]: [8.03, 32, 8, 128, 2, 13, 32],
+    "Llama 3 70B": [70.6, 80, 8, 128, 2, 13, 64],
   };
-  const queryHeads = { "this page": n_head, "GPT-2": 12, [LLAMA]: 32, "Llama 3 70B": 64 };
   const field = (name) => $(`scale-${name}`);
   const choose = () => {
-    models[field("model").value]?.forEach((value, i) => (field(FIELDS[i]).value = value));
+    FIELDS.forEach((name, i) => (field(name).value = models[field("model").value]?.[i] ?? field(name).value));
     calculate();
   };
   const calculate = () => {
@@ -25,7 +24,7 @@ function make(store, { n_layer, n_head, n_kv_head, head_size, block_size, parame
     refuse("scale-refused", FIELDS.map(field), empty, "A number above 0, please.");
     $("scale-result").hidden = $("scale-formula").hidden = Boolean(empty);
     const [billions, layers, heads, size, bytes, power] = FIELDS.map((name) => Number(field(name).value));
-    $("scale-sharing").textContent = sharing(queryHeads[field("model").value], heads);
+    $("scale-sharing").textContent = sharing(models[field("model").value]?.at(-1), heads);
     if (empty) return;
     const tokens = 2 ** power;
     const token = 2 * layers * heads * size * bytes;

@@ -1,5 +1,5 @@
 // Step 1: two staircases, of the opening in model.json, in slow motion. They are there before the model has arrived.
-import { $, isCalm, shape } from "../views/draw.js";
+import { $, shape } from "../views/draw.js";
 import { letter, makeStairs, pathOf, rowsOf, sizeOf, type } from "../views/stairs.js";
 
 const SQUARE = 22; // milliseconds
@@ -46,7 +46,8 @@ let began; // when the animation began
 let due; // its next frame
 
 function frame() {
-  const squares = isCalm() ? Infinity : Math.floor((performance.now() - began) / SQUARE);
+  const isCalm = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  const squares = isCalm ? Infinity : Math.floor((performance.now() - began) / SQUARE);
   if (lanes.map((draw) => draw(squares)).some(Boolean)) due = requestAnimationFrame(frame);
 }
 

@@ -61,7 +61,7 @@ function drawThree(scene) {
   const rest = percent(Math.max(0, 1 - three.reduce((sum, i) => sum + weights[i], 0)));
   const asks = picture(SHADES, [shades(query, "keys", [0, SHADES])], "The query");
   const cells = [
-    ...["", "key, and its products with the query", `their sum / √${query.length}: the score`, "softmax: the attention", "value, weighted by its attention", ""].map((name) => element("small", name)),
+    ...["", "key, and its products with the query", `their sum / √${query.length}: the score`, "softmax makes it a share: the attention", "value, weighted by its attention", ""].map((name) => element("small", name)),
     ...columns.flat(),
     element("b", `query of ${glyph(char(fed - 1))}`), asks, element("small", "used once, then thrown away"),
     element("small", fed > three.length ? `${rest} for the other ${fed - three.length}` : ""),
@@ -70,14 +70,11 @@ function drawThree(scene) {
   replaceThree(cells);
 }
 
-/** Describe a column that was taken out. answer.most: the one that moves the prediction most. */
-export function takenInWords({ info, run, answer }) {
-  const name = ({ masked }) => `character ${masked + 1}, ${quoted(info.chars[run.ids[masked]])}`;
-  const share = ({ moved }) => percent(moved);
-  const { most } = answer;
-  const isMost = answer.masked === most.masked;
-  const rank = isMost ? ", more than for any other one shown." : `. For ${name(most)}, it is ${share(most)}.`;
-  return `Without ${name(answer)}, ${share(answer)} of the probability moves to other characters${rank}`;
+/** Describe a column that was taken out. */
+export function takenInWords({ info, run, answer: { masked, moved, isMost } }) {
+  const name = `character ${masked + 1}, ${quoted(info.chars[run.ids[masked]])}`;
+  const rank = isMost ? ", more than for any other one shown" : "";
+  return `Without ${name}, ${percent(moved)} of the probability moves to other characters${rank}.`;
 }
 
 /** Say what the head at the start of the step does, if it clearly does that: see previous_token_head in webpage.py. */

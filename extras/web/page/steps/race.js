@@ -1,11 +1,10 @@
 // Step 2: the race. Both write the same text at their own speed, and what it took becomes two bars.
 import { $, say } from "../views/draw.js";
 import { makeStairs, pathOf, rowsOf, type } from "../views/stairs.js";
-import { inEnglish } from "../words.js";
+import { counted, inEnglish } from "../words.js";
 
 const sum = (numbers) => numbers.reduce((total, x) => total + x, 0);
 const short = (number) => (number < 9.95 && number !== 1 ? number.toFixed(1) : inEnglish(Math.round(number)));
-const positions = (count) => `${count} position${count === 1 ? "" : "s"}`;
 
 /** Draw the text, the work and the clock of one of the two: a pale outline of all its work, and what is done. */
 function drawLane(name, { given, request, ids, [name]: steps }, { chars }) {
@@ -46,7 +45,7 @@ function drawResult(race, guess) {
     const most = Math.max(off.ms, on.ms);
     fix.style.width = `${(100 * fixed) / most}%`;
     rest.style.width = `${(100 * (ms - fixed)) / most}%`;
-    label.textContent = positions(Math.round(computed));
+    label.textContent = counted(Math.round(computed), "position");
     say(`per-step-${name}`, `${short(ms)} ms per step`);
   }
 }
@@ -64,8 +63,7 @@ export const race = {
     if (isDone && $("guess").contains(document.activeElement)) $("next-step").focus(); // it would be lost
     const isRead = isDone && shown.request.steps > 1; // one step has nothing to read
     $("guess").hidden = isDone;
-    $("result").hidden = !isRead;
-    $("reason").classList.toggle("waiting", !isRead);
+    $("result").hidden = $("reason").hidden = !isRead;
     if (isRead) drawResult(race, guess);
     $("run").textContent = phase === "running" ? "Pause" : isDone ? "Race again" : race?.off.length ? "Continue" : "Race";
   },

@@ -27,7 +27,8 @@ function drawStairs({ info, run, answer, layer }) {
   const only = (isShown) => rows.map((row, i) => (isShown(from + i) ? row : [0, 0]));
   const column = (answer?.position ?? 0) - from;
   const svg = document.querySelector(".why svg");
-  const paths = makeStairs(svg, [-2, 0, ROWS + 2, Math.max(rows.length, 33)], ["kept", "changed", "off"]);
+  const size = Math.max(rows.length, 33); // a short text gets squares of the usual size
+  const paths = makeStairs(svg, [-2, 0, size + 2, size], ["kept", "changed", "off"]);
   paths[0].setAttribute("d", pathOf(only((i) => !moved[i])));
   paths[1].setAttribute("d", pathOf(only((i) => moved[i])));
   paths[2].setAttribute("d", pathOf(rows.map((_, i) => (moved[from + i] && i >= column ? [column, column + 1] : [0, 0]))));
@@ -50,7 +51,7 @@ function drawVerdict({ info, run, answer, layer }) {
   if (document.activeElement !== $("change-at")) $("change-at").value = position + 1; // or it would fight the reader
   say("stay", length - changed);
   say("change", changed);
-  say("changes", changed === 1 ? "changes" : "change");
+  say("changes", changed === 1 ? "changes, and is computed again" : "change, and are computed again");
   say("difference", layer ? `difference: ${before || "exactly 0"}` : "");
   const [is, was] = [ids, run.ids].map((each) => quoted(info.chars[each[position]]));
   say("looked", layer ? `They looked at the new ${is}, which was ${was}.` : "In layer 1, a key and a value depend on their own character alone.");

@@ -33,8 +33,6 @@ export function classes(element, names) {
   element.className = Object.keys(names).filter((name) => names[name]).join(" ");
 }
 
-export const isCalm = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
-
 /** Return the root mean square of numbers, the unit of their shades. */
 export const unit = (numbers) => Math.sqrt(numbers.reduce((sum, x) => sum + x * x, 0) / Math.max(1, numbers.length)) || 1;
 

@@ -19,7 +19,7 @@ function turn(step) {
 }
 
 export function draw(state) {
-  const { phase, run, step } = state;
+  const { phase, run, race, step, refused, error, note } = state;
   if (step !== open) turn(step);
   const ready = run && !["loading", "failed"].includes(phase);
   for (const id of ["run", "one"]) $(id).disabled = !ready;
@@ -28,19 +28,9 @@ export function draw(state) {
     for (const radio of $(name).querySelectorAll("input")) radio.checked = Number(radio.value) === state[name];
   }
   const fields = $("form").elements;
-  refuse("refused", FIELDS.map((name) => fields[name]), fields[state.refused?.name], state.refused?.message);
-  drawSentences(state);
-  if (run && phase !== "preparing") STEPS[step - 1].draw?.(state); // a step keeps its picture until the next one is there
-}
-
-function drawSentences({ phase, run, race, answer, progress, step, refused, error, note }) {
-  // from a file, it may never arrive, and start.js has said what to do
-  const megabytes = (bytes) => (bytes / 1e6).toFixed(1);
-  const arrived = progress && ` ${megabytes(progress.received)} of ${megabytes(progress.total)} MB`;
+  refuse("refused", FIELDS.map((name) => fields[name]), fields[refused?.name], refused?.message);
   if (phase !== "loading") say("loading", "");
-  else if (arrived && location.protocol !== "file:") say("loading", `Loading the model:${arrived}.`);
   say("message", error);
-  const isSaid = run && !answer && !refused && ["ready", "paused", "done"].includes(phase) && step > 1;
-  const notes = isSaid ? [...run.request.notes, step === 2 && race ? runInWords(race) : ""] : [];
-  say("status", note || notes.join(" ").trim());
+  say("status", race && step === 2 && !refused && phase !== "running" ? runInWords(race) : note);
+  if (run && phase !== "preparing") STEPS[step - 1].draw?.(state); // a step keeps its picture until the next one is there
 }

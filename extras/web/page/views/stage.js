@@ -31,14 +31,14 @@ export function measure() {
  *
  *  shown      the run or an answer: { ids, tokens, kept, ... }; tokens: the ids that have a column, which get a cell
  *  fed, at    how many of them there are, and the index in ids of the character that follows
- *  incorrect  the index of an incorrect character, or null; marked: of the one that the reader marked
+ *  incorrect  the index of an incorrect character, or null; marked: of the one that the reader points to
  *  next       the character that follows
  *  query, scores, weights, mix   of the newest character: see attention.js
  *  marks      which keys and which values are incorrect, two lists of booleans, or null
  *  stepOf(i)  the step that chose character i, if it is known
  */
 export function sceneOf(state) {
-  const { info, run, answer, layer, head, from, pointed, clicked } = state;
+  const { info, run, answer, layer, head, from, pointed } = state;
   const shown = answer ?? run;
   const fed = shown.tokens.length;
   const at = shown.at ?? fed;
@@ -46,7 +46,7 @@ export function sceneOf(state) {
   return {
     chars: info.chars, run, answer, shown, layer, head, keyHead, from, fed, at,
     incorrect: answer?.first >= 0 ? answer.first : null,
-    marked: pointed ?? clicked,
+    marked: pointed,
     next: at < shown.ids.length && fed ? glyph(info.chars[shown.ids[at]]) : "?",
     marks: answer?.differences?.slice(2 * layer, 2 * layer + 2).map((each) => [...each].map((x) => x > ROUNDING)) ?? null,
     stepOf: (index) => (answer?.kind === "mistake" ? undefined : run.on[index - run.given]),
@@ -62,6 +62,7 @@ function attentionOf({ kept, queries, masked }, layer, head, keyHead, size) {
 
 /** Draw the text, and the strip if it is to be seen. */
 export function drawStage(scene, isStrip) {
+  $("stage").hidden = false;
   drawText({ ...scene, fed: scene.at });
   $("three").hidden = isStrip;
   $("strip").hidden = document.querySelector("#stage [data-holds]").hidden = !isStrip;
@@ -81,9 +82,9 @@ const left = (i) => i * size.cell; // where a cell starts
 /** Return the index of the character at an event on the strip, or null. A key press on a cell is a click too, but has
  *  no coordinates. */
 export function indexAt(event, from) {
-  const target = [...$("cells").children].indexOf(event.target.closest("button"));
-  const place = Math.floor((event.clientX - $("cells").getBoundingClientRect().left) / size.cell);
-  const cell = target >= 0 ? target : place;
+  const pressed = event.target.closest("button");
+  if (pressed) return Number(pressed.dataset.index);
+  const cell = Math.floor((event.clientX - $("cells").getBoundingClientRect().left) / size.cell);
   return cell >= 0 && cell < size.cells ? from + cell : null;
 }
 
