@@ -585,16 +585,12 @@ def read_checkpoint(init_from, out_dir, meta=None):
     else:
         checkpoint = load_checkpoint(path)
     if init_from != "resume":
-        try:
-            network = asdict(GPTConfig(**checkpoint["model_args"]))  # nanoGPT saves only some of the fields
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
+        network = asdict(GPTConfig(**checkpoint["model_args"]))  # nanoGPT saves only some of the fields
         return checkpoint | dict(config={name: network[name] for name in FIXED & network.keys()})
 
     needed = {"config", "data_sha256", "iter_num", "best_val_loss", "evals_since_best", "seconds"}
     needed |= {"loss", "optimizer", "scaler"}
-    step = checkpoint.get("iter_num")
-    if not needed <= checkpoint.keys() or not isinstance(step, int) or not 0 <= step <= 2**31:
+    if not needed <= checkpoint.keys() or not 0 <= checkpoint["iter_num"] <= 2**31:
         raise ValueError(f"{path} is not a last.pt of this train.py: start a new run from it")
     names = FLAGS.keys() - {"out_dir"}  # the folder may have a new name
     return checkpoint | dict(config={name: value for name, value in checkpoint["config"].items() if name in names})
