@@ -83,7 +83,7 @@ class GPTConfig:
         pairs = self.pos_emb == "learned" or self.head_size % 2 == 0
         require(self, "n_embd", pairs, "rope rotates pairs of coordinates, so n_embd / n_head must be even")
         divides = self.n_kv_head >= 1 and self.n_head % self.n_kv_head == 0
-        require(self, "n_kv_head", divides, f"must be None or a divisor of n_head={self.n_head}")
+        require(self, "n_kv_head", divides, f"must be a divisor of n_head={self.n_head}")
 
     @property
     def head_size(self):
@@ -613,7 +613,7 @@ class CharTokenizer:
         """Return the ids of the text as a list. Raises ValueError for characters outside the vocabulary."""
         unknown = sorted(set(text) - set(self.ids))
         if unknown:
-            hint = " (in a shell, $'\\n' is a newline)" if "\\n" in text else ""
+            hint = " (in a shell, $'\\n' is a newline)" if "\\" in unknown else ""
             raise ValueError(f"no {', '.join(map(repr, unknown[:20]))} in the vocabulary {self.vocab[:200]!r}{hint}")
         return [self.ids[char] for char in text]
 

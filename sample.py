@@ -69,14 +69,14 @@ def parse_args():
     add("--ckpt", metavar="FILE", help="a checkpoint from elsewhere")
     add("--device", default="auto", help="cpu, cuda or mps; auto: cuda if that is faster, else cpu (default: auto)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of weights and cache")
-    add("--verify", action="store_true", help="feed the text again, with the cache and without, and compare")
+    add("--verify", help="feed the text again, with the cache and without, and compare", **SWITCH)
     # with the folder extras
     add("--draft", choices=("ngram",), help="draft the next tokens from n-grams, and check them in one forward")
     add("--compile", default=False, help="decode with the C backend, or on a GPU with a CUDA graph", **SWITCH)
     add("--weights", choices=("float32", "int8"), default="float32", help="int8: faster with --compile, different text")
     add("--engine", choices=("torch", "onnx"), default="torch", help="onnx: ONNX Runtime, for a file of extras.export")
     add("--meta", metavar="FILE", help="for a nanoGPT checkpoint: its meta.pkl, or the folder of its tokenizer")
-    add("--explain", action="store_true", help="instead, print the tensor shapes of a prefill and two decode steps")
+    add("--explain", help="instead, print the tensor shapes of a prefill and two decode steps", **SWITCH)
     args = parser.parse_args()
     for name, most in (("max_new_tokens", 2**31), ("num_samples", 2**12)):
         value = getattr(args, name)
