@@ -138,9 +138,9 @@ def test_the_race_waits_for_a_guess_and_its_result_stays(seen):
     assert focus == "next-step"  # not lost with the button that disappears
     assert f"{round(race['computed'][0] / new)} positions" in said and "1 position\n" in said
     assert abs(fixed_off - fixed_on) < 1 and max(fixed_off + off, fixed_on + on) == pytest.approx(width, abs=1)
-    again, is_visible, lengths = seen["returned"]
+    again, is_visible = seen["returned"]
     assert again["computed"] == race["computed"] and again["texts"] == race["texts"] and is_visible
-    assert lengths == pytest.approx(race["computed"])
+    assert seen["drawn"] == pytest.approx(race["computed"])
 
 
 def test_the_code_is_that_of_the_lesson_and_what_is_new_in_it_is_blue(seen):

@@ -165,9 +165,8 @@ await visit(plan.site, async (page) => {
     }),
   );
   await page.goBack();
-  const triangle = page.locator(".race path:is(.off, .on)");
-  const lengths = await triangle.evaluateAll((all) => all.map((each) => each.getTotalLength()));
-  seen.returned = [await result(page), await page.locator("#result").isVisible(), lengths];
+  seen.returned = [await result(page), await page.locator("#result").isVisible()];
+  seen.drawn = await page.locator(".race path:is(.off, .on)").evaluateAll((all) => all.map((it) => it.getTotalLength()));
   seen.again = await run(page, plan.job);
   seen.mistyped = await run(page, { prompt: "a#b€#" });
   await run(page, { ...plan.default, max_new_tokens: "24" });
@@ -199,7 +198,7 @@ await visit(plan.site, async (page) => {
   seen.one = await result(page);
   await page.click("#run");
   await page.waitForFunction((count) => document.getElementById("text").children.length > count, seen.one.text.length + 2);
-  await page.click("#run");
+  await page.evaluate(() => document.getElementById("run").click()); // at once: page.click waits, and the run might end
   seen.paused = await result(page);
   await page.click("#back");
   seen.back = await result(page);
