@@ -8,29 +8,28 @@
 Losses per token cannot be compared across tokenizers, bits per byte can.
 """
 
-import json
 import math
 import sys
 from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # for python extras/evaluate.py
 
-import numpy as np
 import torch
 from torch.nn import functional as F
 from tqdm import tqdm
 
 from extras.cli import Parser, fail, number, one_line_errors, path, run_main
 from extras.formats.checkpoint import load_model
-from extras.formats.nanogpt import read_data
-from extras.formats.tokenizer import tokenizer_from_state
+from extras.formats.unsupported import refuse_pointer
 from model import find_checkpoint, pick_device
+from train import load_dataset
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 
 
 def read_text(file):
     """Return the text of a file. Raises ValueError if it is not UTF-8, and OSError."""
+    refuse_pointer(file)
     try:
         return Path(file).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -39,17 +38,8 @@ def read_text(file):
 
 def val_text(data_dir):
     """Return the text of the val split that data/prepare.py or nanoGPT wrote. Raises ValueError."""
-    folder = Path(data_dir)
-    try:
-        if (folder / "meta.json").exists() or not (folder / "val.bin").exists():
-            tokenizer = tokenizer_from_state(json.loads((folder / "meta.json").read_bytes()))
-        else:
-            tokenizer = tokenizer_from_state(read_data(folder))
-        ids = np.fromfile(folder / "val.bin", "<u2" if len(tokenizer.vocab) <= 2**16 else "<u4")
-        return tokenizer.decode(ids.tolist())
-    except (OSError, KeyError, TypeError, ValueError, IndexError) as error:
-        hint = f"run python data/prepare.py --data_dir {folder}, or pass a different --data_dir"
-        raise ValueError(f"the data in {folder} cannot be read ({error}): {hint}") from None
+    tokenizer, _, val, _ = load_dataset(Path(data_dir))
+    return tokenizer.decode(val.tolist())
 
 
 def encode(tokenizer, text):
