@@ -8,6 +8,7 @@
 Losses per token cannot be compared across tokenizers, bits per byte can.
 """
 
+import hashlib
 import json
 import math
 import sys
@@ -24,6 +25,7 @@ from extras.cli import fail, number, one_line_errors, path, run_main
 from extras.formats.checkpoint import load_model
 from extras.formats.nanogpt import read_data
 from extras.formats.tokenizer import tokenizer_from_state
+from extras.formats.unsupported import refuse_pointer
 from model import Parser, find_checkpoint, pick_device
 
 DATA = Path(__file__).resolve().parent.parent / "data"
@@ -31,6 +33,7 @@ DATA = Path(__file__).resolve().parent.parent / "data"
 
 def read_text(file):
     """Return the text of a file. Raises ValueError if it is not UTF-8, and OSError."""
+    refuse_pointer(file)
     try:
         return Path(file).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -42,12 +45,17 @@ def val_text(data_dir):
     folder = Path(data_dir)
     try:
         if (folder / "meta.json").exists() or not (folder / "val.bin").exists():
-            tokenizer = tokenizer_from_state(json.loads((folder / "meta.json").read_bytes()))
+            meta = json.loads((folder / "meta.json").read_bytes())
         else:
-            tokenizer = tokenizer_from_state(read_data(folder))
+            meta = read_data(folder)
+        tokenizer = tokenizer_from_state(meta)
+        vocabulary = meta.get("chars") or meta.get("tokenizer") or meta["vocab_size"]
+        digest = hashlib.sha256(str(vocabulary).encode()).hexdigest()
+        if meta["sha256"].get("vocabulary", digest) != digest:
+            raise ValueError("the vocabulary has changed")
         ids = np.fromfile(folder / "val.bin", "<u2" if len(tokenizer.vocab) <= 2**16 else "<u4")
         return tokenizer.decode(ids.tolist())
-    except (OSError, KeyError, TypeError, ValueError, IndexError) as error:
+    except (AttributeError, OSError, KeyError, TypeError, ValueError, IndexError) as error:
         hint = f"run python data/prepare.py --data_dir {folder}, or pass a different --data_dir"
         raise ValueError(f"the data in {folder} cannot be read ({error}): {hint}") from None
 

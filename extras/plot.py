@@ -43,15 +43,25 @@ def save_pictures(file, draw):
     return files
 
 
+def read_log(file):
+    """Return the rows of log.csv, {column: a number, or None where there is none}. Raises OSError or ValueError."""
+    try:
+        with open(file, encoding="utf-8", newline="") as opened:
+            names = ("step", "train_loss", "val_loss")
+            return [{name: float(row[name]) if row[name] else None for name in names} for row in csv.DictReader(opened)]
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{file} is not the log of a run ({error})") from None
+
+
 def plot_loss(rows, colors):
-    """Return a figure of the rows of log.csv. colors: one of THEMES"""
+    """Return a figure of the rows of read_log. colors: one of THEMES"""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     for column, marker, color in (("train_loss", "", "quiet"), ("val_loss", "o", "ink")):
-        logged = [row for row in rows if row[column]]
-        steps, losses = ([float(row[key]) for row in logged] for key in ("step", column))
+        logged = [row for row in rows if row[column] is not None]
+        steps, losses = ([row[key] for row in logged] for key in ("step", column))
         axes.plot(steps, losses, marker=marker, color=colors[color], label=column)
     axes.set(xlabel="step", ylabel="loss in nats per token")
     if losses:
@@ -66,8 +76,7 @@ def main():
     out_dir = parser.parse_args().out_dir
     with one_line_errors():
         need("extras.plot", "matplotlib")
-    with open(out_dir / "log.csv", encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
+        rows = read_log(out_dir / "log.csv")
     with writing_to(out_dir, "copy log.csv into a folder that you can write to, and pass that folder"):
         files = save_pictures(out_dir / "loss.png", partial(plot_loss, rows))
     print(*files, sep="\n")

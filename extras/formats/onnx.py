@@ -260,7 +260,8 @@ class OnnxGPT:
     def __init__(self, file):
         file = Path(file)
         if file.suffix != ".onnx" and not file.is_file():  # a folder that export.py wrote to
-            file = file / "onnx" / "model.onnx"
+            inside = file / "model.onnx"
+            file = inside if inside.is_file() else file / "onnx" / "model.onnx"
         self.file = file
         self.source = str(file)
         if not file.is_file():  # before the import, because ONNX Runtime can abort a process that ends right after it

@@ -121,6 +121,13 @@ def test_a_folder_without_a_log_has_no_plot_and_one_line_says_so(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.parametrize("log", [b"step,train_loss,val_loss\na,2.5,\n", b"loss\n3\n", b"\xff"])
+def test_a_log_of_another_kind_is_one_line(log, tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "log.csv").write_bytes(log)
+    assert_one_line(plot(tmp_path), f"{tmp_path / 'log.csv'} is not the log of a run (", code=1)
+
+
 def test_a_plot_without_matplotlib_is_one_line(out, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
     assert_one_line(plot(out), "pip install matplotlib", code=1)
