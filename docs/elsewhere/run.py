@@ -1,7 +1,7 @@
 """Run scripts of this folder, each in a new environment: python docs/elsewhere/run.py [NAME ...], or all of them.
 
 The head of a script (PEP 723) pins what it imports, and exclude-newer fixes the rest by date. [tool.elsewhere] is ours:
-for each of its "versions" the script runs again.
+"no-deps" are packages to install without their dependencies, and for each of "versions" the script runs again.
 
 All of it was seen on Linux x86-64 with Python 3.11, on the CPU. Where a package has no wheel for your system or Python,
 its script cannot run.
@@ -31,6 +31,7 @@ def read_head(script):
 
 def run(script, head):
     """Install what a script needs in a temporary environment, run it, and return its exit code."""
+    own = head["tool"].get("elsewhere", {})
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         venv.create(folder, with_pip=True)
         python = Path(folder, "Scripts/python.exe" if sys.platform == "win32" else "bin/python")
@@ -48,8 +49,10 @@ def run(script, head):
         dated = "--uploaded-prior-to", head["tool"]["uv"]["exclude-newer"]
         if not pip("--upgrade", "pip>=26") or not pip(*dated, *head["dependencies"]):
             return 2
+        if "no-deps" in own and not pip(*dated, "--no-deps", *own["no-deps"]):
+            return 2
         codes = [start()]
-        for version in head["tool"].get("elsewhere", {}).get("versions", []):
+        for version in own.get("versions", []):
             codes.append(start() if pip(*dated, "--no-deps", version) else 2)
         return 1 if 1 in codes else max(codes)
 
