@@ -41,8 +41,6 @@ def read(name, args):
     if Path(name).is_dir():
         raise ValueError(f"{name} is a folder: name its files, as {name}/*.txt")
     if Path(name).suffix.lower() not in RECORDS:
-        if args.field:
-            raise ValueError(f"--field {args.field} is for JSON, and {name} is plain text: leave it out")
         return decode(Path(name).read_bytes(), name)
     from extras.formats.records import end_of_text, read_records
 
@@ -105,6 +103,8 @@ def parse_args():
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if "" in (args.tokenizer, args.data_dir, args.val, *args.input):
         parser.error("--input, --tokenizer, --data_dir or --val is empty")
+    if args.field is not None and not any(Path(name).suffix.lower() in RECORDS for name in args.input):
+        parser.error(f"--field {args.field} is for JSON, and --input has none: leave it out")
     if args.vocab_size != 512 and args.tokenizer != "bpe":
         parser.error("--vocab_size needs --tokenizer bpe")
     return args
