@@ -8,21 +8,25 @@
 Losses per token cannot be compared across tokenizers, bits per byte can.
 """
 
+import hashlib
+import json
 import math
 import sys
 from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # for python extras/evaluate.py
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 from tqdm import tqdm
 
 from extras.cli import Parser, fail, number, one_line_errors, path, run_main
 from extras.formats.checkpoint import load_model
+from extras.formats.nanogpt import read_data
+from extras.formats.tokenizer import tokenizer_from_state
 from extras.formats.unsupported import refuse_pointer
 from model import find_checkpoint, pick_device
-from train import load_dataset
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 
@@ -38,8 +42,23 @@ def read_text(file):
 
 def val_text(data_dir):
     """Return the text of the val split that data/prepare.py or nanoGPT wrote. Raises ValueError."""
-    tokenizer, _, val, _ = load_dataset(Path(data_dir))
-    return tokenizer.decode(val.tolist())
+    folder = Path(data_dir)
+    try:
+        if (folder / "meta.json").exists() or not (folder / "val.bin").exists():
+            meta = json.loads((folder / "meta.json").read_bytes())
+        else:
+            meta = read_data(folder)
+        tokenizer = tokenizer_from_state(meta)
+        content = (folder / "val.bin").read_bytes()
+        vocabulary = meta.get("chars") or meta.get("tokenizer") or meta["vocab_size"]
+        for name, hashed in (("val", content), ("vocabulary", str(vocabulary).encode())):
+            digest = hashlib.sha256(hashed).hexdigest()
+            if meta["sha256"].get(name, digest) != digest:  # older folders have no hash of the vocabulary
+                raise ValueError(f"{name} has changed")
+        return tokenizer.decode(np.frombuffer(content, "<u2" if len(tokenizer.vocab) <= 2**16 else "<u4").tolist())
+    except (AttributeError, OSError, KeyError, TypeError, ValueError, IndexError) as error:
+        hint = f"run python data/prepare.py --data_dir {folder}, or pass a different --data_dir"
+        raise ValueError(f"the data in {folder} cannot be read ({error}): {hint}") from None
 
 
 def encode(tokenizer, text):
