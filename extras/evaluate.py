@@ -49,12 +49,13 @@ def val_text(data_dir):
         else:
             meta = read_data(folder)
         tokenizer = tokenizer_from_state(meta)
+        content = (folder / "val.bin").read_bytes()
         vocabulary = meta.get("chars") or meta.get("tokenizer") or meta["vocab_size"]
-        digest = hashlib.sha256(str(vocabulary).encode()).hexdigest()
-        if meta["sha256"].get("vocabulary", digest) != digest:
-            raise ValueError("the vocabulary has changed")
-        ids = np.fromfile(folder / "val.bin", "<u2" if len(tokenizer.vocab) <= 2**16 else "<u4")
-        return tokenizer.decode(ids.tolist())
+        for name, hashed in (("val", content), ("vocabulary", str(vocabulary).encode())):
+            digest = hashlib.sha256(hashed).hexdigest()
+            if meta["sha256"].get(name, digest) != digest:  # older folders have no hash of the vocabulary
+                raise ValueError(f"{name} has changed")
+        return tokenizer.decode(np.frombuffer(content, "<u2" if len(tokenizer.vocab) <= 2**16 else "<u4").tolist())
     except (AttributeError, OSError, KeyError, TypeError, ValueError, IndexError) as error:
         hint = f"run python data/prepare.py --data_dir {folder}, or pass a different --data_dir"
         raise ValueError(f"the data in {folder} cannot be read ({error}): {hint}") from None

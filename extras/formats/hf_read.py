@@ -298,8 +298,8 @@ def from_transformers(tensors, config):
     parts = their_parts(model)
     for name, part in parts.items():
         tensor = tensors[name]()
-        if tensor.shape != part.shape:
-            raise ValueError(f"its {name} does not fit its config.json")
+        if tensor.shape != part.shape or not tensor.is_floating_point():  # integers need a scale
+            raise ValueError(f"its {name} does not fit its config.json: it is {tuple(tensor.shape)} in {tensor.dtype}")
         part.copy_(tensor)
         if "layernorm.norms" in name:
             layer, _, head = name.removesuffix(".weight").rpartition(".")

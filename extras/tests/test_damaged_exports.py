@@ -182,6 +182,7 @@ DAMAGES = [
     ("hf", bytes_of("hf/model.safetensors", b"<html>"), "model.safetensors is damaged .* download it again"),
     ("hf", json_of("hf/tokenizer.json", lambda old: old["model"]["vocab"].update(the=99)), "do not belong together"),
     ("hf", tensor("extra", torch.ones(2)), "extra, which"),
+    ("hf", tensor("model.norm.weight", torch.ones(32, dtype=torch.int8)), r"norm.weight does not .* in torch.int8"),
     ("hf", in_two_shards(one_in_both), "index.json and the shards that it names disagree about"),
     ("hf", in_two_shards(moved), "index.json and the shards that it names disagree about"),
     ("hf", in_two_shards(lambda shards, index: index.popitem()), "index.json and the shards that it names disagree"),

@@ -83,7 +83,8 @@ def test_an_export_of_older_weights_is_refused(format, tmp_path):
     save_model(tmp_path, tiny())
     ok(here("--format", format, *["--onnx"] * (format == "hf"), "--out_dir", tmp_path, script="extras/export.py"))
     file = next((tmp_path / format).rglob("model.onnx"))
-    ways = [["--out_dir", tmp_path] if format == "onnx" else ["--ckpt", tmp_path / "hf"], ["--ckpt", file]]
+    ways = [["--out_dir", tmp_path] if format == "onnx" else ["--ckpt", tmp_path / "hf"]]
+    ways += [["--ckpt", file], ["--ckpt", file.parent]]
     for way in ways:
         ok(here("--prompt", "a", "--engine", "onnx", *way, script="sample.py"))
     save_model(tmp_path, GPT(tiny().config))  # trained on
