@@ -40,7 +40,7 @@ def checked(name, value, kind):
     if getattr(value, "ndim", None) == 0:
         value = value.item()
     wider = kind | int if isinstance(0.5, kind) else kind  # an int may stand for a float
-    if not isinstance(value, wider) or isinstance(value, bool) != (kind is bool):
+    if not isinstance(value, wider) or isinstance(value, bool) != (kind is bool) or value != value:  # NaN
         raise ValueError(f"{name}={value!r:.40}: must be {getattr(kind, '__name__', kind)}")
     return value
 
@@ -490,6 +490,7 @@ class Sampling:
 
     def num_new_tokens(self, T, max_new_tokens, block_size):
         """Return the number of new tokens for a prompt of T tokens. Raises ValueError if the prompt does not fit."""
+        max_new_tokens = checked("max_new_tokens", max_new_tokens, int)
         if T < 1 or (self.overflow == "stop" and T > block_size):
             raise ValueError(f"a prompt of {T} tokens; this model accepts 1 to {block_size} (block_size)")
         return max(0, max_new_tokens if self.overflow == "slide" else min(max_new_tokens, block_size - T))
@@ -743,6 +744,9 @@ def build_model(checkpoint):
     path = checkpoint["path"]
     with reading(path):
         config = GPTConfig(**checkpoint["model_args"])
+        for name, p in checkpoint["model"].items():
+            if not p.is_floating_point():  # integers without the scales that they need
+                raise ValueError(f"{name} is {p.dtype}")
         weights = {name: p.float() for name, p in checkpoint["model"].items()}
         if config.n_layer > len(weights):  # before we build a billion layers
             raise ValueError(f"n_layer is {config.n_layer}, but it has {len(weights)} weights")

@@ -48,6 +48,7 @@ try:  # importing torch takes a second, in which Ctrl-C may come
         GPTConfig,
         Parser,
         build_model,
+        checked,
         extras,
         load_checkpoint,
         open_streams,
@@ -192,7 +193,7 @@ def make_config(flags, checkpoint=None, on_gpu=False):
     if checkpoint and checkpoint["path"].is_dir():
         preset = "finetune"
     named = dict(recipe="modern", preset=preset) | saved | flags
-    settings = DEFAULTS | RECIPES.get(named["recipe"], {}) | PRESETS.get(named["preset"], {})
+    settings = DEFAULTS | RECIPES.get(str(named["recipe"]), {}) | PRESETS.get(str(named["preset"]), {})
     if checkpoint:
         settings["loss"] = "cross_entropy"  # a trained model knows more than n-grams do
     settings |= named
@@ -202,11 +203,13 @@ def make_config(flags, checkpoint=None, on_gpu=False):
         settings |= dict(loss="extras.targets", ngram_targets=0.0, mtp_weight=0.0) | flags
     for name, (default, _, *choices) in FLAGS.items():
         value = settings[name]
-        kind = (type(default), int, type(None))
-        if not isinstance(value, kind) or (choices and value not in choices):  # in a damaged checkpoint
+        if value is None and name == "min_lr":
+            continue
+        value = checked(name, value, type(default))  # a damaged checkpoint may have anything
+        if choices and value not in choices:
             raise ValueError(f"--{name} cannot be {value!r}")
         least, most = RANGES.get(name, (0, 2**31 if type(default) is int else 1e30))
-        if isinstance(value, (int, float)) and not least <= value <= most:  # NaN, too
+        if isinstance(value, (int, float)) and not least <= value <= most:
             raise ValueError(f"--{name} {value} is not a number from {least} to {most}")
     config = argparse.Namespace(**settings)
     if not checkpoint and (config.preset == "finetune" or config.eval_only or config.meta):
@@ -843,6 +846,8 @@ if __name__ == "__main__":
         code = main()
     except KeyboardInterrupt:  # before the run has begun
         sys.exit(130)
+    except OSError as error:  # of the system while it runs, such as a full disk
+        sys.exit(f"train.py: cannot write ({error.strerror}): the last checkpoints are whole")
     except torch.OutOfMemoryError:
         sys.exit("train.py: out of GPU memory: halve --batch_size and double --gradient_accumulation_steps")
     if WORLD_SIZE > 1:

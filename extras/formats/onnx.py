@@ -397,8 +397,10 @@ def open_onnx(args):
 
     With --verify, model.reference is the GPT of which it is an export. Raises OSError or ValueError.
     """
-    if args.draft or args.compile or args.meta or (args.dtype, args.weights) != ("float32", "float32"):
-        raise ValueError("--draft, --compile, --meta, --dtype and --weights work with --engine torch, not with onnx")
+    torch_only = args.draft, args.compile, args.meta, args.dtype, args.weights, args.device in ("auto", "cpu")
+    if torch_only != (None, False, None, "float32", "float32", True):
+        flags = "--draft, --compile, --meta, --dtype, --weights and --device"
+        raise ValueError(f"{flags} work with --engine torch, not with onnx")
     model = OnnxGPT(args.ckpt or args.out_dir or "out")
     model.refuse_stale()
     if args.verify:
