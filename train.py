@@ -205,7 +205,7 @@ def make_config(flags, checkpoint=None, on_gpu=False):
         value = settings[name]
         if value is None and name == "min_lr":
             continue
-        value = checked(name, value, type(default))  # a damaged checkpoint may have anything
+        value = checked(f"--{name}", value, type(default))  # a damaged checkpoint may have anything
         if choices and value not in choices:
             raise ValueError(f"--{name} cannot be {value!r}")
         least, most = RANGES.get(name, (0, 2**31 if type(default) is int else 1e30))

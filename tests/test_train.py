@@ -5,6 +5,8 @@ import math
 import shlex
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from helpers import (
     BROKEN,
     HEADER,
+    ROOT,
     SMALL,
     STATEFUL,
     assert_one_line,
@@ -23,6 +26,7 @@ from helpers import (
     batch,
     contents,
     here,
+    linux,
     load,
     log,
     ok,
@@ -223,6 +227,17 @@ def test_a_mistake_in_the_flags_is_one_line(flags, line, data_dir, tmp_path):
     result = here(*SMALL, "--data_dir", data_dir, "--out_dir", tmp_path / "out", *flags.split())
     assert_one_line(result, line)
     assert not (tmp_path / "out").exists()
+
+
+@linux
+@pytest.mark.slow
+def test_a_full_disk_is_one_line(data_dir, tmp_path):
+    flags = [*SMALL, "--data_dir", data_dir, "--out_dir", tmp_path / "out"]
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, ROOT / "train.py", *map(str, flags)]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    result.stdout = ""
+    assert_one_line(result, "train.py: cannot write (No space left on device)", code=1)
 
 
 # -- signals -----------------------------------------------------------------------------------------------------------

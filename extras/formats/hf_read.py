@@ -33,11 +33,11 @@ SETTINGS = {
         qk_norm=("qk_layernorm", False),
     ),
 }
-# Other settings that we read, and their defaults.
-DEFAULTS = {
-    "gpt2": dict(vocab_size=50257, n_inner=None, activation_function="gelu_new", tie_word_embeddings=True),
-    "stablelm": dict(vocab_size=50304, intermediate_size=6912, tie_word_embeddings=False, partial_rotary_factor=0.25),
-}
+# The same defaults, and those of other settings that we read.
+DEFAULTS = {kind: dict(settings.values()) for kind, settings in SETTINGS.items()}
+DEFAULTS["gpt2"] |= dict(vocab_size=50257, n_inner=None, activation_function="gelu_new", tie_word_embeddings=True)
+DEFAULTS["stablelm"] |= dict(vocab_size=50304, intermediate_size=6912)
+DEFAULTS["stablelm"] |= dict(tie_word_embeddings=False, partial_rotary_factor=0.25)
 # GPT2Config accepts the names of other classes, too.
 ALIASES = {name: SETTINGS["stablelm"][ours][0] for ours, (name, _) in SETTINGS["gpt2"].items()}
 ROPE = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
@@ -176,7 +176,7 @@ def with_defaults(settings):
         if settings.setdefault(name, settings[alias]) != settings[alias]:
             same = f"its {alias}, which is the same, is {settings[alias]}"
             raise ValueError(f"its {name} is {settings[name]}, but {same}")
-    return dict(SETTINGS[kind].values()) | DEFAULTS[kind] | rope_parameters(settings) | settings
+    return DEFAULTS[kind] | rope_parameters(settings) | settings
 
 
 def rope_parameters(settings):
