@@ -36,11 +36,12 @@ def require(settings, name, condition, why):
 
 
 def checked(name, value, kind):
-    """Return a value of a kind; a number of NumPy's or torch's becomes a plain one. Raises ValueError for others."""
+    """Return a value of a kind. A NumPy or torch scalar becomes a plain number. Raises ValueError for anything else."""
     if getattr(value, "ndim", None) == 0:
         value = value.item()
-    wider = kind | int if isinstance(0.5, kind) else kind  # an int may stand for a float
-    if not isinstance(value, wider) or isinstance(value, bool) != (kind is bool) or value != value:  # NaN
+    kinds = kind | int if isinstance(0.5, kind) else kind  # an int may stand for a float
+    nan = isinstance(value, float) and math.isnan(value)
+    if nan or not isinstance(value, kinds) or isinstance(value, bool) != (kind is bool):
         raise ValueError(f"{name}={value!r:.40}: must be {getattr(kind, '__name__', kind)}")
     return value
 
@@ -101,14 +102,14 @@ class Head(NamedTuple):
 
 
 class KVCache:
-    """The keys and values of a batch of texts: those of position i are in slot i.
+    """The keys and values of a batch of texts. Slot i holds those of position i.
 
     Attention is causal, so a later token never changes an earlier key or value, and we can keep them all: a new token
     fills one more slot and reads every slot so far.
 
     key, value   a tensor per layer, `(B, nkv, slots, hs)`, because a layer computes all its heads in one call
     length       the number of filled slots. Lower it to forget the slots beyond it
-    weights      a copy of those that filled it, in the cache that GPT.forward makes for calls that pass none
+    weights      a copy of the weights that filled it, only in a cache that GPT.forward made itself
     """
 
     def __init__(self, key, value):
@@ -125,7 +126,7 @@ class KVCache:
         return [[Head(*pair) for pair in zip(key.unbind(1), value.unbind(1))] for key, value in filled]
 
     def next_positions(self, idx, pos=None):
-        """Return the positions of new tokens idx `(B, T)`, `(T,)`: the next ones.
+        """Return the positions `(T,)` of new tokens idx `(B, T)`, which follow the filled slots.
 
         pos  if given, must equal them
         Raises ValueError if it does not, or if there are no slots left.
@@ -363,14 +364,19 @@ class GPT(nn.Module):
 
     def _cache_of_earlier_calls(self, idx, pos):
         """Return the cache of calls with pos and without a cache. Changed weights must never meet old keys."""
-        cache = self.kv_cache
         if torch.as_tensor(pos).flatten()[:1].tolist() == [0]:
             cache = self.new_cache(len(idx))
             cache.weights = [p.detach().clone() for p in self.parameters()]
-        elif cache is None or not cache.weights or not all(map(torch.equal, cache.weights, self.parameters())):
-            why = "no call has filled the model's own cache, or its weights have changed since"
-            raise ValueError(f"pos is {pos}, but {why}: start at position 0")
-        return cache
+            return cache
+
+        def same(old, new):
+            return (old.device, old.dtype) == (new.device, new.dtype) and torch.equal(old, new)
+
+        cache = self.kv_cache
+        if cache and cache.weights and all(map(same, cache.weights, self.parameters())):
+            return cache
+        why = "no call has filled the model's own cache, or its weights have changed since"
+        raise ValueError(f"pos is {pos}, but {why}: start at position 0")
 
     def hidden_states(self, idx, pos=None, cache=None):
         """Return `(B, T, C)`: all of the network but lm_head. The arguments are those of forward."""
@@ -433,7 +439,7 @@ def generate(model, idx, max_new_tokens, sampling, kv_cache=True, cache=None):
         context = slide(idx, block_size)
         if kv_cache and cache is None:
             cache = model.new_cache(len(idx), context.size(1) + num_new)
-        elif kv_cache and context.size(1) < idx.size(1):
+        elif kv_cache and context is not idx:  # it has moved
             cache.length = 0
         # feed what the cache lacks: at first the whole context (prefill), then the newest token (decode)
         fed = context if cache is None else context[:, cache.length :]
@@ -665,7 +671,7 @@ def find_checkpoint(path=None):
     return folder if path else PRETRAINED
 
 
-# What train.py saves. nanoGPT's checkpoints have some of these, and the last six are only in last.pt.
+# What train.py saves. nanoGPT's checkpoints have some of these, and those after best_val_loss are only in last.pt.
 CHECKPOINT_FIELDS = {
     "model": dict,  # the state_dict
     "model_args": dict,  # for GPTConfig
@@ -682,6 +688,7 @@ CHECKPOINT_FIELDS = {
     "loss": dict,  # the parameters of a TrainingLoss, without those of the model
     "optimizer": dict | list,  # the state of one, or of several
     "scaler": dict,
+    "mtp": dict,  # instead of "loss", from an older train.py
 }
 
 
@@ -732,7 +739,7 @@ def load_checkpoint(path):
 
 
 class SkipInit(TorchFunctionMode):
-    """Inside `with SkipInit():` the functions of torch.nn.init do nothing. On meta, they would import a compiler."""
+    """Inside `with SkipInit():` layers do not initialize themselves. On meta, that would import torch's compiler."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if getattr(function, "__module__", None) != "torch.nn.init":
@@ -830,7 +837,7 @@ def pick_device(name):
     try:
         torch.zeros(1, device=name).tolist()
     except Exception as error:  # every backend raises its own kind
-        kinds = "pass cpu, cuda for a GPU, or mps for that of a Mac"
+        kinds = "pass cpu, cuda (an NVIDIA GPU) or mps (the GPU of a Mac)"
         raise ValueError(f"--device {name} cannot be used here: {kinds} ({in_one_line(error)})") from None
     return torch.device(name)
 

@@ -7,7 +7,7 @@
     python sample.py --ckpt gpt2 --prompt "To be, or"              GPT-2, from its Hugging Face folder
 
 The text goes to stdout, and a report on time and memory to stderr. A token is a character, unless the model has a
-tokenizer. Models with a tokenizer, prompts of different lengths and the last flags need the folder extras.
+tokenizer. Tokenizers, prompts of different lengths and the flags from --draft on need the folder extras.
 """
 
 import math
@@ -84,7 +84,7 @@ def parse_args():
             parser.error(f"--{name} {value} is not from 1 to {most}")
     if "" in (args.ckpt, args.out_dir, args.meta, *args.stop):
         parser.error("--ckpt, --out_dir, --meta or --stop is empty")
-    if args.ckpt and args.out_dir and args.engine == "torch":
+    if args.ckpt and args.out_dir and not (args.engine == "onnx" and args.verify):
         parser.error("--ckpt and --out_dir both say which model: pass one of them")
     if args.verify and args.dtype != "float32":
         parser.error(f"--verify needs --dtype float32: rounding in {args.dtype} changes tokens")
@@ -115,7 +115,7 @@ def put_on_device(model, args):
     small = fed * sum(p.numel() for p in model.parameters()) < GPU_STEP
     small = small and args.device == "auto" and args.dtype == "float32"
     if small and torch.cuda.is_available():
-        note("using the CPU, which is faster than a GPU for a step this small (--device cuda takes the GPU)")
+        note("using the CPU, which is faster than a GPU for a step this small (--device cuda uses the GPU)")
     device = pick_device("cpu" if small else args.device)
     model.to(device, getattr(torch, args.dtype))
     if device.type == "cuda":  # the first prefill and the first step take half a second to load libraries
@@ -147,7 +147,7 @@ class Text:
     """A prompt and its continuation.
 
     prompt, new  tokens: those of the prompt, and those after it, including those of a stop string
-    text         their text, up to the first stop string in the continuation. If two end at once, the longer one counts
+    text         their text, up to the first stop string in the continuation. If two end at once, the longer one wins
     ended        whether there was one
     """
 
@@ -330,7 +330,7 @@ def verify(model, rows, cache, settings, num_samples):
         noises = sampling.noise(1, len(row.new), model.config.vocab_size, model.device)
         for step, (ours, noise) in enumerate(zip(row.new, noises)):
             context = slide(idx, block_size)
-            if context.size(1) < idx.size(1):
+            if context is not idx:  # it has moved
                 new.length = 0
             both = []
             for way, fed, kv_cache in (("without", context, None), ("with", context[:, new.length :], new)):
@@ -352,8 +352,8 @@ def verify(model, rows, cache, settings, num_samples):
             idx = torch.cat((context, idx.new_tensor([[ours]])), dim=1)
         # after a slide, rows that ended earlier are gone from the cache
         if cache is not None and (len(row.prompt + row.new) == longest or longest <= block_size):
-            for ours, theirs in zip(cache.key + cache.value, new.key + new.value):
-                apart.append((ours[number, :, : new.length] - theirs[0, :, : new.length]).abs().max())
+            for in_run, again in zip(cache.key + cache.value, new.key + new.value):
+                apart.append((in_run[number, :, : new.length] - again[0, :, : new.length]).abs().max())
         worst = torch.stack(apart).max().item()
         if not worst < FAR:  # NaN, too
             note(f"verify: DIFFERENT at row {number}: logits, keys or values differ by up to {worst:.5f}")

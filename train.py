@@ -50,6 +50,7 @@ try:  # importing torch takes a second, in which Ctrl-C may come
         build_model,
         checked,
         extras,
+        in_one_line,
         load_checkpoint,
         open_streams,
         pick_device,
@@ -175,7 +176,7 @@ def parse_flags():
 def make_config(flags, checkpoint=None, on_gpu=False):
     """Return all settings of a run, as attributes. Raises ValueError.
 
-    The later ones win: defaults, recipe, preset, checkpoint, flags.
+    Later ones win: defaults, recipe, preset, checkpoint, flags.
 
     flags       {name: value} of those given
     checkpoint  from read_checkpoint: its "config" wins over recipe and preset, and flags cannot change what is FIXED
@@ -246,7 +247,9 @@ def load_dataset(data_dir, min_train=1):
             raise ValueError("the vocabulary has changed")
         files = (data_dir / "train.bin", data_dir / "val.bin")
         train, val = (read_ids(file, meta["sha256"][file.stem], len(tokenizer.vocab)) for file in files)
-    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+    except OSError as error:
+        raise ValueError(f"no data at {error.filename} ({error.strerror}): {hint}") from None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"the data in {data_dir} cannot be read ({error}): {hint}") from None
     if len(train) < min_train or len(val) < 2:
         lengths = f"{len(train)} {tokenizer.unit} for training and {len(val)} for validation"
@@ -274,7 +277,7 @@ def read_ids(path, digest, vocab_size):
 def window_starts(length, block_size, seed, epoch):
     """Return where each window of an epoch starts, in random order.
 
-    The offset of the first window is random too. An epoch predicts every token once, but for some at the ends.
+    The offset of the first window is random too. An epoch predicts every token once, except a few at either end.
     """
     rng = np.random.default_rng((seed, epoch))
     offset = rng.integers(min(block_size, length - block_size))
@@ -567,10 +570,12 @@ def pick_dtype(name, device):
     """Return the name of the dtype of the forward. Raises ValueError if the device cannot train in it."""
     if name == "float16" and device.type != "cuda":
         raise ValueError(f"--dtype float16 needs CUDA to train, not {device.type}: use float32 or bfloat16")
-    if name == "auto" and device.type == "cuda":
-        # a T4 only emulates bfloat16, which is several times slower than float16
-        name = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-    return "float32" if name == "auto" else name
+    if name != "auto":
+        return name
+    if device.type != "cuda":
+        return "float32"
+    # a T4 only emulates bfloat16, which is several times slower than float16
+    return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
 
 
 def read_checkpoint(init_from, out_dir, meta=None):
@@ -591,12 +596,26 @@ def read_checkpoint(init_from, out_dir, meta=None):
         network = asdict(GPTConfig(**checkpoint["model_args"]))  # nanoGPT saves only some of the fields
         return checkpoint | dict(config={name: network[name] for name in FIXED & network.keys()})
 
+    if "config" in checkpoint and "loss" not in checkpoint["config"]:
+        checkpoint = read_older(checkpoint)
     needed = {"config", "data_sha256", "iter_num", "best_val_loss", "evals_since_best", "seconds"}
     needed |= {"loss", "optimizer", "scaler"}
     if not needed <= checkpoint.keys() or not 0 <= checkpoint["iter_num"] <= 2**31:
         raise ValueError(f"{path} is not a last.pt of this train.py: start a new run from it")
     names = FLAGS.keys() - {"out_dir"}  # the folder may have a new name
     return checkpoint | dict(config={name: value for name, value in checkpoint["config"].items() if name in names})
+
+
+def read_older(checkpoint):
+    """Return a checkpoint with the setting loss, which older versions of train.py did not have.
+
+    They had None where there is a default now, and a field of its own for the layers of extras.targets.
+    """
+    config = {name: value for name, value in checkpoint["config"].items() if value is not None}
+    targets = config.get("ngram_targets") or config.get("mtp_weight")
+    config["loss"] = "extras.targets" if targets else "cross_entropy"
+    loss = {f"mtp.{name}": p for name, p in checkpoint.get("mtp", {}).items()}
+    return checkpoint | dict(config=config, loss=loss)
 
 
 def make_model(config, checkpoint, tokenizer, ids):
@@ -633,20 +652,21 @@ def make_model(config, checkpoint, tokenizer, ids):
 
 
 def resume(checkpoint, training_loss, optimizers, scaler):
-    """Restore all that last.pt has but the weights of the model. Raises ValueError if it does not fit."""
+    """Restore everything in last.pt but the weights of the model. Raises ValueError if it does not fit."""
     try:
         training_loss.load_state_dict(training_loss.model.state_dict(prefix="model.") | checkpoint["loss"])
         for optimizer, state in zip(optimizers, checkpoint["optimizer"], strict=True):
             # our own settings, because a resume may change --weight_decay or --beta2
             optimizer.load_state_dict(state | dict(param_groups=optimizer.state_dict()["param_groups"]))
+            keys = {"momentum_buffer"} if isinstance(optimizer, Muon) else {"step", "exp_avg", "exp_avg_sq"}
             for p, tensors in optimizer.state.items():
-                if any(x.shape not in ((), p.shape) or x.is_meta or x.layout != p.layout for x in tensors.values()):
+                bad = (x.shape not in ((), p.shape) or x.is_meta or x.layout != p.layout for x in tensors.values())
+                if tensors.keys() != keys or any(bad):
                     raise ValueError("the state of an optimizer does not fit the weights")
         if scaler.is_enabled() and checkpoint["scaler"]:
             scaler.load_state_dict(checkpoint["scaler"])
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        *_, why = str(error).strip().splitlines()
-        raise ValueError(f"{checkpoint['path']} cannot be resumed: {why[:200]}") from None
+        raise ValueError(f"{checkpoint['path']} cannot be resumed: {in_one_line(error)}") from None
 
 
 def main():
@@ -655,7 +675,7 @@ def main():
     init_from = flags.get("init_from", "scratch")
     resuming = init_from == "resume"
     out_dir = Path(flags.get("out_dir", "out"))
-    try:  # an error here is a mistake of the user's, and one line; later it is a bug, with a traceback
+    try:  # an error here is a user's mistake, and one line; a later one is a bug, with a traceback
         if threads := extras("threads"):
             threads.share_cores()  # threads that spin on a busy machine can be 40 times slower
 
@@ -725,7 +745,7 @@ def main():
     steps = f"steps {step}..{config.max_iters} of {tokens_per_step:,} {tokenizer.unit} from {meta.get('source')}"
     print(f"{'resuming' if resuming else 'training'} {what}, {millions:.2f}M parameters; {steps}", flush=True)
     if checkpoint and not resuming:
-        print(f"starting at step 0 with the weights of {init_from}, not its optimizer: resume continues a run")
+        print(f"starting at step 0 with the weights of {init_from}, but a new optimizer (resume continues a run)")
         best_val_loss = evaluate(model, val, eval_tokens, autocast)  # the first weights may stay the best
         save("ckpt.pt")
 
@@ -745,8 +765,9 @@ def main():
     grad_norm = None
     micro_steps = config.gradient_accumulation_steps
     decay_iters = config.lr_decay_iters or config.max_iters
+    patience = config.patience or math.inf
     with lock, bar:
-        while step < config.max_iters and not stop and not 0 < config.patience <= evals_since_best:
+        while step < config.max_iters and evals_since_best < patience and not stop:
             # forward and backward
             for micro_step in range(micro_steps):
                 number = step * micro_steps + micro_step
@@ -846,7 +867,10 @@ if __name__ == "__main__":
         code = main()
     except KeyboardInterrupt:  # before the run has begun
         sys.exit(130)
-    except OSError as error:  # of the system while it runs, such as a full disk
+    except OSError as error:
+        if error.filename:
+            raise
+        # while writing, as on a full disk
         sys.exit(f"train.py: cannot write ({error.strerror}): the last checkpoints are whole")
     except torch.OutOfMemoryError:
         sys.exit("train.py: out of GPU memory: halve --batch_size and double --gradient_accumulation_steps")

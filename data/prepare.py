@@ -96,14 +96,15 @@ def parse_args():
     add("--data_dir", default=HERE, metavar="DIR", help="where to write (default: this script's folder)")
     add("--tokenizer", metavar="bpe|MODEL", help="learn a BPE from the text, or take the tokens of a model")
     add("--vocab_size", type=int, default=512, metavar="N", help="of --tokenizer bpe (default: 512)")
-    add("--force", action="store_true", help="do it again, even over your own text")
+    add("--force", action="store_true", help="start over, even if that replaces your own text")
     args, unknown = parser.parse_known_args()
     if unknown:
         hint = "" if unknown[0].startswith("-") else ": to prepare your own text, type --input FILE"
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if "" in (args.tokenizer, args.data_dir, args.val, *args.input):
         parser.error("--input, --tokenizer, --data_dir or --val is empty")
-    if args.field is not None and not any(Path(name).suffix.lower() in RECORDS for name in args.input):
+    records = [name for name in (*args.input, args.val or "") if Path(name).suffix.lower() in RECORDS]
+    if args.field is not None and not records:
         parser.error(f"--field {args.field} is for JSON, and --input has none: leave it out")
     if args.vocab_size != 512 and args.tokenizer != "bpe":
         parser.error("--vocab_size needs --tokenizer bpe")

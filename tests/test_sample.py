@@ -295,7 +295,7 @@ def test_impossible_flags_are_one_line_and_exit_code_2(flags, words):
         (["--seed", str(2**64)], [f"seed={2**64}"]),
         (["--out_dir", "/nowhere"], ["no checkpoint", "train.py"]),
         (["--device", "cuda:99"], ["cuda:99"]),
-        (["--device", "gpu"], ["--device gpu cannot be used here: pass cpu, cuda for a GPU, or mps"]),
+        (["--device", "gpu"], ["--device gpu cannot be used here: pass cpu, cuda (an NVIDIA GPU) or mps"]),
         (["--device", "mps:7"], ["--device mps:7 cannot be used here: "]),
     ],
     ids=lambda value: " ".join(map(str, value))[:40],
@@ -327,7 +327,7 @@ def test_a_small_step_leaves_the_gpu_alone(flags, device, monkeypatch):
     if device == "cuda":
         assert_one_line(result, "sample.py: --device cuda cannot be used here", code=1)
     else:
-        assert ok(result).stdout and ("--device cuda takes the GPU" in result.stderr) == ("--device" not in flags)
+        assert ok(result).stdout and ("--device cuda uses the GPU" in result.stderr) == ("--device" not in flags)
 
 
 def test_a_file_that_is_no_checkpoint_or_missing_is_one_line():

@@ -38,7 +38,7 @@ REPEATED = {
     "GPT.forward": ("5227d79887e91176", "work, plan", "logits"),
     "GPT.hidden_states": ("4430af9debc9488e", "forward", "logits"),
     "GPT.new_cache": ("1910467ae981b3dc", "work", "stream"),
-    "generate": ("dfcfd88d1528204d", "work", "stream"),
+    "generate": ("9cb0319451580a06", "work", "stream"),
     "slide": ("049db06ee8ef579a", "work", None),
     "require_finite": ("464a1483c98e6c2b", "sample_token", None),
     "sample_token": ("edf7e1bd9e1842f3", "sample_token", None),

@@ -50,7 +50,7 @@ def load_checkpoint(path, meta=None):
         raise FileNotFoundError(f"no checkpoint at {path}: {hint}")
     vocabulary = read_vocabulary(Path(meta)) if meta else {}
     with torch.serialization.safe_globals(NUMPY_SCALARS):
-        checkpoint = with_a_loss(in_our_names(model.load_checkpoint(path)))
+        checkpoint = in_our_names(model.load_checkpoint(path))
     if meta and any(name in checkpoint for name in ("chars", "tokenizer")):
         raise ValueError(f"{path} has its own vocabulary: leave out --meta")
     return checkpoint | vocabulary
@@ -74,17 +74,3 @@ def in_our_names(checkpoint):
             raise ValueError(f"{checkpoint['path']} has the weights of two models: {plain} comes twice, once as {name}")
         weights[plain] = weight
     return checkpoint | {"model": weights}
-
-
-def with_a_loss(checkpoint):
-    """Return a checkpoint with the setting loss, for a resume: older versions of train.py did not have it.
-
-    They had None where there is a default now, and a field of its own for the layers of extras.targets.
-    """
-    if "config" not in checkpoint or "loss" in checkpoint["config"]:
-        return checkpoint
-    config = {name: value for name, value in checkpoint["config"].items() if value is not None}
-    config["loss"] = "extras.targets" if config.get("ngram_targets") or config.get("mtp_weight") else "cross_entropy"
-    layers = checkpoint.get("mtp")
-    loss = {f"mtp.{name}": p for name, p in layers.items()} if isinstance(layers, dict) else {}
-    return checkpoint | dict(config=config, loss=loss)

@@ -79,7 +79,7 @@ def gives_ids_of(tokenizer, checkpoint, ids):
     Ids without a vocabulary only have to be below the vocabulary size. Raises ValueError.
     """
     if tokenizer.unit == "ids" and not {"chars", "tokenizer"} & checkpoint.keys():
-        return len(tokenizer.vocab) <= checkpoint["model_args"]["vocab_size"]
+        return len(tokenizer.vocab) <= GPTConfig(**checkpoint["model_args"]).vocab_size
     theirs = build_tokenizer(checkpoint).state_dict()
     if tokenizer.state_dict() == theirs:
         return True
