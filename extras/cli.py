@@ -106,7 +106,8 @@ def hint(message, parser):
         return "; one that starts with - needs an =, as in --prompt=-a"
     if not message.startswith("unrecognized arguments: "):
         return ""
-    word = message.split()[2]
+    words = message.removeprefix("unrecognized arguments: ")
+    word = words if Path(words).exists() else words.split()[0]  # a path may have spaces
     name = "--" + word.partition("=")[0].lstrip("-").replace("-", "_")
     if said := ELSEWHERE.get((parser.prog, name)):
         return f": {said}"
