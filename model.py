@@ -487,7 +487,12 @@ class Sampling:
         if self.seed is None:
             self.seed = int(torch.randint(2**63 - 1, ()))
         for f in fields(self):
-            setattr(self, f.name, checked(f.name, getattr(self, f.name), f.type))
+            kind = f.type | float if f.name in ("top_k", "seed") else f.type
+            setattr(self, f.name, checked(f.name, getattr(self, f.name), kind))
+        for name in ("top_k", "seed"):  # 5.0 is 5, but 2.5 is neither 2 nor 3
+            value = getattr(self, name)
+            require(self, name, value is None or value // 1 == value, "must be a whole number")
+            setattr(self, name, value if value is None else int(value))
         require(self, "temperature", 0 <= self.temperature < 1e30, "must be at least 0 and below 1e30")
         require(self, "top_k", self.top_k is None or 1 <= self.top_k < 2**63, "must be at least 1 and below 2**63")
         require(self, "top_p", self.top_p is None or 0 < self.top_p <= 1, "must be above 0 and at most 1")
@@ -760,11 +765,11 @@ def build_model(checkpoint):
         with torch.device("meta"), SkipInit():  # no memory and no random numbers, because the file has the weights
             model = GPT(config)
         model.load_state_dict(weights, assign=True)
-        if config.tie_weights and not torch.equal(model.transformer["wte"].weight, model.lm_head.weight):
-            raise ValueError("wte and lm_head differ, although tie_weights makes them one matrix")
         for name, p in model.named_parameters():
             if not p.isfinite().all():
                 raise ValueError(f"{name} contains infinity or NaN")
+        if config.tie_weights and not torch.equal(model.transformer["wte"].weight, model.lm_head.weight):
+            raise ValueError("wte and lm_head differ, although tie_weights makes them one matrix")
     if config.tie_weights:  # assign=True has untied them
         model.transformer["wte"].weight = model.lm_head.weight
     model.source = f"{path}, step {checkpoint.get('iter_num', 'unknown')}"
@@ -805,9 +810,17 @@ class Parser(argparse.ArgumentParser):
         as_it_is = argparse.RawDescriptionHelpFormatter
         super().__init__(description=description, formatter_class=as_it_is, allow_abbrev=False)
 
+    def parse_args(self, args=None):
+        flags, unknown = self.parse_known_args(args)
+        if unknown:
+            hint = cli.hint(unknown[0], self) if (cli := extras("cli")) else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return flags
+
     def error(self, message):
-        hint = cli.hint(message, self) if (cli := extras("cli")) else ""
-        self.exit(2, f"{self.prog}: {message}{hint} (--help lists the flags)\n")
+        if message.endswith("expected one argument"):
+            message += "; one that starts with - needs an =, as in --prompt=-a"
+        self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
 
 
 def boolean(text):

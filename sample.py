@@ -129,7 +129,7 @@ def read_prompt(prompt, tokenizer):
         try:
             prompt = Path(name).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"cannot read the prompt from the file {name!r} as UTF-8: {error}") from None
+            raise ValueError(f"cannot read the prompt from the file {name!r}: {error}") from None
     if not prompt:
         prompt = tokenizer.default_prompt
         note(f"the prompt is empty: starting from {prompt!r}")

@@ -39,7 +39,7 @@ STAND_IN_SOURCE = "sample.txt (offline stand-in)"
 def read(name, args):
     """Return the text of a file. Records end with a blank line, or with the end token of a model. Raises ValueError."""
     if Path(name).is_dir():
-        raise ValueError(f"{name} is a folder: name its files, as {name}/*.txt")
+        raise ValueError(f"{name} is a folder: name its files, as {Path(name, '*.txt')}")
     if Path(name).suffix.lower() not in RECORDS:
         return decode(Path(name).read_bytes(), name)
     from extras.formats.records import end_of_text, read_records
@@ -51,7 +51,7 @@ def decode(content, name):
     """Return the text of UTF-8 bytes, with "\\n" for every line end. Raises ValueError."""
     if content.startswith(b"version https://git-lfs"):
         raise ValueError(f"{name} is a Git LFS pointer and not the file itself: run git lfs pull")
-    if content.count(b"\0") > len(content) / 4:
+    if content.startswith((b"\xff\xfe", b"\xfe\xff")) or content.count(b"\0") > len(content) / 4:
         raise ValueError(f"{name} looks like UTF-16, or like no text at all: convert it to UTF-8 first")
     try:
         return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")

@@ -4,6 +4,8 @@ import argparse
 import difflib
 import errno
 import importlib
+import os
+import shlex
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -100,20 +102,15 @@ ELSEWHERE = {
 }
 
 
-def hint(message, parser):
-    """Return how to mend a mistake in the flags, as the end of the parser's message: ": type --ckpt FILE"."""
-    if message.endswith("expected one argument"):
-        return "; one that starts with - needs an =, as in --prompt=-a"
-    if not message.startswith("unrecognized arguments: "):
-        return ""
-    words = message.removeprefix("unrecognized arguments: ")
-    word = words if Path(words).exists() else words.split()[0]  # a path may have spaces
+def hint(word, parser):
+    """Return what a word that the parser does not know may mean, as the end of its message: ": type --ckpt FILE"."""
     name = "--" + word.partition("=")[0].lstrip("-").replace("-", "_")
     if said := ELSEWHERE.get((parser.prog, name)):
         return f": {said}"
     path = Path(word)
-    if parser.prog in ("train.py", "sample.py") and path.exists():
+    if parser.prog in ("train.py", "sample.py") and os.path.exists(word):  # Path.exists raises for a long name
         trains = parser.prog == "train.py"
+        word = shlex.quote(word)
         if path.suffix == ".txt":
             return f": run python data/prepare.py --input {word} first" if trains else f": type --prompt FILE:{word}"
         data = path.is_dir() and not any((path / name).exists() for name in ("ckpt.pt", "last.pt", "config.json"))

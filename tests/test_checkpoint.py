@@ -147,6 +147,8 @@ DAMAGES = [
     (entry("model", lambda old: old | {"lm_head.weight": [1.0]}), "the weight lm_head.weight is not"),
     (entry("model", lambda old: old | {"lm_head.weight": old["lm_head.weight"].to_sparse()}), "is not a tensor with"),
     (entry("model", lambda old: old | {"lm_head.weight": old["lm_head.weight"].to("meta")}), "is not a tensor with"),
+    (entry("model", lambda old: {name: p.to(torch.int8) for name, p in old.items()}), "wte.weight is torch.int8$"),
+    (entry("model", lambda old: {name: p * math.nan for name, p in old.items()}), "contains infinity or NaN$"),
     (entry("chars", lambda old: dict(enumerate(old))), "chars={.*: must be str$"),
     (entry("iter_num", lambda old: 2.5), "iter_num=2.5: must be int$"),
     (entry("ngrams", lambda old: [1]), "ngrams=.*: must be dict"),

@@ -259,11 +259,16 @@ def test_generation_stops_at_block_size_and_refuses_a_longer_prompt():
             model.generate(prompts(1, length), 5)
 
 
-@pytest.mark.parametrize("number", [np.int64, np.uint8, torch.tensor], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("number", [np.int64, np.uint8, np.float32, torch.tensor], ids=lambda kind: kind.__name__)
 def test_numbers_of_numpy_and_torch_are_numbers(number):
     expected = MODELS[0].generate(prompts(1, 3), 9, 1.0, 5, 0.5, 7)
     got = MODELS[0].generate(prompts(1, 3), 9, number(1), number(5), np.float32(0.5), number(7))
     assert torch.equal(got, expected)
+    expected, *others = (
+        MODELS[0].generate(prompts(2, 3), 9, seed=7, samples=samples)
+        for samples in ([0, 1], np.arange(2), torch.arange(2))
+    )
+    assert all(torch.equal(got, expected) for got in others)
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,8 @@ CHANGES = {
     "load_state_dict": lambda model: model.load_state_dict(random_model(model.config, seed=1).state_dict()),
     "assign": lambda model: model.load_state_dict(random_model(model.config, seed=1).state_dict(), assign=True),
     "double": lambda model: model.double(),
+    "bfloat16": lambda model: model.bfloat16(),
+    "device": lambda model: model.to("meta"),
     "there and back": lambda model: model.bfloat16().float(),
     "data": lambda model: model.transformer.h[0].attn.c_attn.weight.data.mul_(1.01),
     "optimizer": step_of_an_optimizer,
@@ -161,9 +163,10 @@ def test_changed_weights_never_meet_old_keys(name):
     model(idx[:, :5], pos=torch.arange(5))
     model(idx[:, 5:6], pos=torch.tensor([5]))
     CHANGES[name](model)
-    words = "or its weights have changed since: start at position 0"
-    with pytest.raises((ValueError, RuntimeError), match=f"same dtype|{words}"):  # torch refuses other dtypes itself
+    with pytest.raises(ValueError, match="or its weights have changed since: start at position 0"):
         model(idx[:, 6:], pos=torch.tensor([6]))
+    if name == "device":  # meta has no numbers
+        return
     model(idx[:, :6], pos=torch.arange(6))
     torch.testing.assert_close(model(idx[:, 6:], pos=torch.tensor([6]))[0][:, 0], model(idx)[0][:, 6])
 

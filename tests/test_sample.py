@@ -243,12 +243,13 @@ def test_generate_texts_refuses_what_it_cannot_generate():
     for prompts, how, words in (
         (["x" * 256], {}, "the prompt has 256 characters"),
         (["é"], {}, "no 'é' in the vocabulary"),
-        (["O"], dict(top_k=2.5), "top_k=2.5: must be int"),
+        (["O"], dict(top_k=2.5), "top_k=2.5: must be a whole number"),
+        (["O"], dict(max_new_tokens=2.5), "max_new_tokens=2.5: must be int"),
         (["O"], dict(stop=["é"]), "no 'é' in the vocabulary"),
         (["O"], dict(stop=[""]), "a stop string is empty"),
     ):
         with pytest.raises(ValueError, match=words):
-            generate_texts(gpt, tokenizer, prompts, 5, **how)
+            generate_texts(gpt, tokenizer, prompts, **(dict(max_new_tokens=5) | how))
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
@@ -266,7 +267,7 @@ def test_generate_texts_refuses_what_it_cannot_generate():
         (["--dtype", "int8"], ["--dtype", "int8"]),
         (["--verify", "--dtype", "bfloat16"], ["bfloat16"]),
         (["--promt", "x"], ["--promt"]),
-        (["--prompt", "-Hello"], ["argument --prompt/--start: expected one argument"]),
+        (["--prompt", "-Hello"], ["argument --prompt/--start: expected one argument", "--prompt=-a"]),
         (["--ckpt", "a.pt", "--out_dir", "b"], ["--ckpt and --out_dir both say which model"]),
         (["hello"], ["unrecognized arguments: hello"]),
         (["--ckpt="], ["--ckpt, --out_dir, --meta or --stop is empty"]),
@@ -341,4 +342,4 @@ def test_a_file_that_is_no_checkpoint_or_missing_is_one_line():
 def test_a_prompt_that_is_not_utf8_is_one_line(trained, tmp_path):
     (tmp_path / "p.txt").write_bytes("café".encode("latin-1"))
     result = sample(trained, "--prompt", f"FILE:{tmp_path / 'p.txt'}")
-    assert_one_line(result, "cannot read the prompt from the file", "p.txt' as UTF-8", code=1)
+    assert_one_line(result, "cannot read the prompt from the file", "p.txt': 'utf-8' codec", code=1)

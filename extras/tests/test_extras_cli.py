@@ -4,6 +4,7 @@ import argparse
 import errno
 import itertools
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -168,6 +169,8 @@ HINTS = [
     ("sample.py --num-sample 2", "did you mean --num_samples?"),
     ("sample.py --promt a", "did you mean --prompt?"),
     ("sample.py hello", 'type --prompt "TEXT"'),
+    (f"sample.py {'long' * 99}", 'type --prompt "TEXT"'),
+    ("sample.py {file} --nonsense 1", "type --ckpt {file}"),
     ("sample.py --start=a\\nb", "in a shell, $'\\n' is a newline"),
     ("sample.py --data_dir data", "the checkpoint has the vocabulary"),
     ("sample.py --ckpt {other}", "pass the file, such as {other}/mine.pt"),
@@ -201,4 +204,5 @@ def test_a_near_miss_is_one_line_with_the_way_out(command, hint, tmp_path):
     shutil.copy(PRETRAINED, other / "mine.pt")
     places = dict(file=PRETRAINED, only=only, other=other, text=ROOT / "data" / "sample.txt")
     script, *words = (word.format(**places) for word in command.split())
+    places |= {name: shlex.quote(str(places[name])) for name in ("file", "text")}  # in the hint
     assert_one_line(here(*words, script=script), hint.format(**places))

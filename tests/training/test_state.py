@@ -203,6 +203,9 @@ def test_a_loss_that_is_not_there_is_one_line(name, data_dir, tmp_path):
         ("config", {"recipe": "nobody's", "loss": "cross_entropy"}),
         ("config", {}),
         ("model_args", {"head_size": 4}),
+        ("config", {"recipe": ["modern"], "loss": "cross_entropy"}),
+        ("config", {"threads": True, "loss": "cross_entropy"}),
+        ("best_val_loss", math.nan),
         ("seconds", None),
         ("data_sha256", [1]),
     ],
@@ -213,10 +216,16 @@ def test_a_field_of_another_kind_is_refused_before_anything_moves(name, value, o
     assert_refused(out)
 
 
-def test_a_state_of_other_shapes_is_refused_before_anything_moves(out):
+CUT = {
+    "shape": lambda state: state.update(exp_avg=state["exp_avg"].flatten()[1:]),
+    "field": lambda state: state.pop("exp_avg_sq"),
+}
+
+
+@pytest.mark.parametrize("change", CUT.values(), ids=CUT)
+def test_a_state_of_other_shapes_is_refused_before_anything_moves(change, out):
     last = load(out / "last.pt")
-    state = last["optimizer"][0]["state"][0]
-    state["exp_avg"] = state["exp_avg"].flatten()[1:]
+    change(last["optimizer"][0]["state"][0])
     torch.save(last, out / "last.pt")
     assert_refused(out, words=["does not fit the weights"])
 
