@@ -439,7 +439,7 @@ def generate(model, idx, max_new_tokens, sampling, kv_cache=True, cache=None):
         context = slide(idx, block_size)
         if kv_cache and cache is None:
             cache = model.new_cache(len(idx), context.size(1) + num_new)
-        elif kv_cache and context is not idx:  # it has moved
+        elif kv_cache and context is not idx:  # it has slid
             cache.length = 0
         # feed what the cache lacks: at first the whole context (prefill), then the newest token (decode)
         fed = context if cache is None else context[:, cache.length :]

@@ -22,6 +22,7 @@ try:  # importing torch takes a second, in which Ctrl-C may come
     import torch
 
     from model import (
+        EXTRAS,
         SWITCH,
         Parser,
         Sampling,
@@ -103,10 +104,14 @@ def open_model(args):
     if args.engine == "onnx":
         return extras("formats.onnx", "--engine onnx").open_onnx(args)
     path = find_checkpoint(args.ckpt or args.out_dir)
-    foreign = args.meta or (path / "config.json").exists()  # a Hugging Face folder
-    if formats := extras("formats.checkpoint", path if foreign else None):  # it reads more than model.py does
-        return formats.load_model(path, args.meta)
-    return load_model(path)
+    if args.meta or (path / "config.json").exists():  # a Hugging Face folder
+        return extras("formats.checkpoint", path).load_model(path, args.meta)
+    try:
+        return load_model(path)
+    except (OSError, ValueError):
+        if not EXTRAS.is_dir():
+            raise
+    return extras("formats.checkpoint").load_model(path)  # it reads more, or knows more about what is wrong
 
 
 def put_on_device(model, args):
@@ -330,7 +335,7 @@ def verify(model, rows, cache, settings, num_samples):
         noises = sampling.noise(1, len(row.new), model.config.vocab_size, model.device)
         for step, (ours, noise) in enumerate(zip(row.new, noises)):
             context = slide(idx, block_size)
-            if context is not idx:  # it has moved
+            if context is not idx:  # it has slid
                 new.length = 0
             both = []
             for way, fed, kv_cache in (("without", context, None), ("with", context[:, new.length :], new)):

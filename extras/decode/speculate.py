@@ -1,7 +1,7 @@
 """Speculative decoding: draft the next tokens, check all of them in one forward, keep those that the model picks.
 
 The tokens are those of GPT.generate for the same seed. The sampler's noise determines which token the model picks at
-each position. A draft token either is that token or it is not, and everything before the first wrong one is final.
+each position. A draft token either is that token or it is not, and everything before the first rejected one is final.
 
 We know the noise before we know the logits. So we let the n-gram table pick its draft token with the same noise, which
 is right more often than the most likely token of the table. Prior art: Daliri, Musco and Suresh, "Coupling without
@@ -102,7 +102,7 @@ def noise_window(model, state, seed, chunk):
 
 
 def speculative_step(model, cache, state, num_drafts, table, noise_of, sampling):
-    """Feed the newest token and num_drafts draft tokens per row, and append the 1 to num_drafts + 1 right tokens.
+    """Feed the newest token and num_drafts draft tokens per row, and append the 1 to num_drafts + 1 correct tokens.
 
     Known tokens that are not cached yet take the place of draft tokens, so a step may append nothing. Near block_size
     the chunk shifts left to end inside the context, and feeds a few known tokens again. A row at its limit does not

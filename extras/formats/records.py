@@ -53,7 +53,7 @@ def read_records(name, field, separator):
         if half or not isinstance(value, str):
             what = f"{json.dumps(half[0])}, half of a character," if half else json.dumps(value)[:40]
             found = f"{what} in {field}; its fields are {', '.join(record) or 'missing'}"
-            hint = "mend it, leave it out, or name a different --field"
+            hint = "fix it, leave it out, or name a different --field"
             raise ValueError(f"record {number} of {name} has {found}: {hint}")
     text = "".join(record[field] + separator for record in records if record[field])
     return text.replace("\r\n", "\n").replace("\r", "\n")

@@ -8,7 +8,7 @@ import graphlib
 
 import pytest
 
-from helpers import ROOT, imported_names
+from helpers import ROOT, imported_names, ok, run
 
 
 def source_files():
@@ -42,6 +42,20 @@ def test_extras_imports_model_py_and_no_script():
     """What a script and extras both need is in one of these two."""
     for name in in_package("extras"):
         assert IMPORTS[name] <= {"model"} | in_package("extras"), name
+
+
+PLAIN = """
+import runpy, sys
+sys.argv = ["sample.py", "--ckpt", "assets/shakespeare.pt", "--device", "cpu", "--max_new_tokens", "2"]
+runpy.run_path("sample.py", run_name="__main__")
+print("\\n", *sorted(name for name in sys.modules if name.startswith("extras.")))
+"""
+
+
+def test_sample_py_opens_no_door_that_no_flag_or_file_asks_for():
+    """A checkpoint of characters is read and sampled by model.py and sample.py alone."""
+    *_, modules = ok(run("-c", PLAIN)).stdout.splitlines()
+    assert modules.split() == ["extras.threads"]
 
 
 def test_check_cache_is_a_package_of_its_own():
