@@ -14,14 +14,15 @@ import os
 import random
 import re
 import resource
+import runpy
 import shutil
 import signal
 import sys
 import tempfile
 import traceback
-import types
 import zipfile
-from functools import cache
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -31,13 +32,15 @@ os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # a c
 import onnx  # noqa: E402
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402, which an optimizer imports
+from google.protobuf import json_format  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from extra_helpers import STABLELM, TOKENIZER, bpe  # noqa: E402
-from helpers import CHARS, TINY, here, ok, tiny, write, write_ids  # noqa: E402
+from helpers import CHARS, TINY, exit_code, here, ok, tiny, write, write_ids  # noqa: E402
 
 SECONDS, MEMORY = 10, 2**31  # of a run: CPU time, and bytes more than this process has
 
-# -- damage: each function gets a Random and returns what it did -------------------------------------------------------
+# -- damage ------------------------------------------------------------------------------------------------------------
 
 NUMBERS = [0, -1, 1, 2, 2.5, math.nan, math.inf, 1e300, 10**9, 2**31, 2**63, 10**30]
 STRANGE = [None, True, False, "", "x", "é", [], {}, [0], {"a": 1}, *NUMBERS]
@@ -59,8 +62,11 @@ TENSORS = [
 ]
 
 
-def changed(value, chance):
-    """Return (a copy of nested dicts and lists with one change somewhere, what that is)."""
+def changed(value, chance, others):
+    """Return (a copy of nested dicts and lists with one change somewhere, what that is).
+
+    others  values that may take the place of one
+    """
     if isinstance(value, (dict, list)) and value and chance.random() < 0.9:
         copy = value.copy()
         key = chance.choice(list(value)) if isinstance(value, dict) else chance.randrange(len(value))
@@ -71,14 +77,19 @@ def changed(value, chance):
             new = chance.choice(["x", "n_layer", f"{key}s", "", *([7] if torch.is_tensor(copy[key]) else [])])
             copy[new] = copy[key] if chance.random() < 0.5 else copy.pop(key)
             return copy, f"{key!r} also or only as {new!r}"
-        copy[key], what = changed(value[key], chance)
+        copy[key], what = changed(value[key], chance, others)
         return copy, f"{key!r}: {what}"
+    if isinstance(value, bytes):
+        return changed_bytes(value, chance)
     if torch.is_tensor(value) and chance.random() < 0.8:
         i = chance.randrange(len(TENSORS))
         return TENSORS[i](value), f"tensor by {i}"
+    if isinstance(value, str) and value.startswith("{") and chance.random() < 0.9:  # metadata of an ONNX file
+        new, what = changed(json.loads(value), chance, others)
+        return json.dumps(new), what
     near = [value + 1, -value, value * 2] if isinstance(value, (int, float)) else []
     near += [value[:-1], value + value[:1]] if isinstance(value, (str, list)) else []
-    new = chance.choice(near if near and chance.random() < 0.3 else STRANGE)
+    new = chance.choice(chance.choice([near or STRANGE, STRANGE, STRANGE, others]))
     return new, f"{value!r:.30} -> {new!r:.30}"
 
 
@@ -88,127 +99,94 @@ def changed_bytes(content, chance):
     if chance.random() < 0.5:  # near an end, where the headers are
         at = chance.choice([at % 200, max(0, len(content) - 1 - at % 1500)])
     n = chance.choice([1, 2, 4, 8, 100])
-    act = chance.choice(["flip", "cut", "zeros", "more", "repeat", "random"])
-    if act == "flip" and content:
-        return content[:at] + bytes([content[at] ^ 1 << chance.randrange(8)]) + content[at + 1 :], f"a bit at {at}"
-    if act == "cut":
-        return content[:at], f"cut at {at}"
-    new = {"zeros": bytes(n), "more": content[at : at + n] * 2, "repeat": content, "random": chance.randbytes(n)}
-    new = new.get(act, b"")
-    return content[:at] + new + content[at + (0 if act in ("more", "repeat") else n) :], f"{act}, {n} bytes at {at}"
+    here, after = content[at : at + n], content[at + n :]
+    ways = {
+        "a bit of": bytes([here[0] ^ 1 << chance.randrange(8)]) + here[1:] + after if here else b"",
+        "cut before": b"",
+        "zeros for": bytes(n) + after,
+        "twice": here + here + after,
+        "the whole file in": here + content + after,
+        "random": chance.randbytes(n) + after,
+    }
+    what = chance.choice(list(ways))
+    return content[:at] + ways[what], f"{what} {n} bytes at {at}"
 
 
-def bytes_in(file, chance):
-    content, what = changed_bytes(file.read_bytes(), chance)
+# -- the formats: how to read what is in a file, and how to write something else ---------------------------------------
+
+
+def write_bytes(content, file):
     file.write_bytes(content)
-    return f"bytes of {file.name}: {what}"
 
 
-def json_in(file, chance):
-    content, what = changed(json.loads(file.read_bytes()), chance)
+def read_json(file):
+    return json.loads(file.read_bytes())
+
+
+def write_json(content, file):
     file.write_text(json.dumps(content), encoding="utf-8")
-    return f"{file.name}: {what}"
 
 
-def ids_in(file, chance):
-    """Other bytes, with the checksum of those."""
-    what = bytes_in(file, chance)
-    meta = json.loads((file.parent / "meta.json").read_bytes())
-    meta["sha256"][file.stem] = hashlib.sha256(file.read_bytes()).hexdigest()
-    (file.parent / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
-    return f"new {what}"
-
-
-def torch_in(file, chance):
-    content, what = changed(torch.load(file, weights_only=True), chance)
-    torch.save(content, file)
-    return f"{file.name}: {what}"
-
-
-def zip_in(file, chance):
+def read_zip(file):
     with zipfile.ZipFile(file) as archive:
-        entries = [(name, archive.read(name)) for name in archive.namelist()]
-    i = chance.randrange(len(entries))
-    name, content = entries[i]
-    act = chance.choice(["drop", "rename", "bytes", "bytes", "twice", "pickle"])
-    if act == "drop":
-        del entries[i]
-    elif act == "rename":
-        entries[i] = (name + "x", content)
-    elif act == "twice":
-        entries.append((f"{name}2", content))
-    else:
-        i = i if act == "bytes" else next(j for j, (name, _) in enumerate(entries) if name.endswith("data.pkl"))
-        name, content = entries[i]
-        entries[i] = (name, changed_bytes(content, chance)[0])
-    with zipfile.ZipFile(file, "w", chance.choice([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])) as archive:
-        for entry in entries:
-            archive.writestr(*entry)
-    return f"zip: {act} {name}"
+        return {name: archive.read(name) for name in archive.namelist()}
 
 
-def safetensors_in(file, chance):
+def write_zip(content, file, compression=zipfile.ZIP_STORED):
+    with zipfile.ZipFile(file, "w", compression) as archive:
+        for name, entry in content.items():
+            archive.writestr(name, entry)
+
+
+def read_pickle(file):
+    return next(entry for name, entry in read_zip(file).items() if name.endswith("data.pkl"))
+
+
+def write_pickle(content, file):
+    write_zip({name: content if name.endswith("data.pkl") else entry for name, entry in read_zip(file).items()}, file)
+
+
+def read_header(file):
+    """The names, shapes and places of the tensors in a safetensors file."""
     content = file.read_bytes()
-    end = 8 + int.from_bytes(content[:8], "little")
-    header, what = changed(json.loads(content[8:end]), chance)
+    return json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+
+
+def write_header(header, file):
+    content = file.read_bytes()
+    tensors = content[8 + int.from_bytes(content[:8], "little") :]
     header = json.dumps(header).encode()
-    file.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
-    return f"header of {file.name}: {what}"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + tensors)
 
 
-def onnx_in(file, chance):
-    proto = onnx.load(file)
-    graph = proto.graph
-    act = chance.choice(["metadata", "metadata", "tensor", "node", "value", "without"])
-    if act == "metadata":
-        entry = chance.choice(proto.metadata_props)
-        try:
-            new, what = changed(json.loads(entry.value), chance)
-            entry.value = json.dumps(new)
-        except ValueError:
-            new, what = changed(entry.value, chance)
-            entry.value = str(new)
-        act += f" {entry.key}: {what}"
-    elif act == "tensor":
-        tensor = chance.choice(graph.initializer)
-        what = chance.choice(["dims", "raw_data", "data_type"])
-        if what == "dims":
-            tensor.dims[:] = chance.choice([[], [1], [*tensor.dims, 2], [2 * d for d in tensor.dims], [-1], [2**40]])
-        elif what == "raw_data":
-            tensor.raw_data = changed_bytes(tensor.raw_data, chance)[0]
-        else:
-            tensor.data_type = chance.randrange(20)
-        act += f" {tensor.name}: {what}"
-    elif act == "node":
-        node = chance.choice(graph.node)
-        other = chance.choice(graph.node)
-        if node.input and chance.random() < 0.5:
-            node.input[chance.randrange(len(node.input))] = chance.choice([*other.output, "x", ""])
-        elif node.attribute and chance.random() < 0.7:
-            attribute = chance.choice(node.attribute)
-            attribute.i = chance.choice([0, -1, 7, 2**40])
-        else:
-            node.op_type = chance.choice([other.op_type, "Nothing"])
-        act += f" {node.name}"
-    elif act == "value":
-        value = chance.choice([*graph.input, *graph.output])
-        if chance.random() < 0.4:
-            value.type.tensor_type.elem_type = chance.randrange(20)
-        elif chance.random() < 0.7 and value.type.tensor_type.shape.dim:
-            chance.choice(value.type.tensor_type.shape.dim).dim_value = chance.choice([0, 1, 3, 2**40])
-        else:
-            value.name += "x"
-        act += f" {value.name}"
-    else:
-        several = chance.choice([graph.node, graph.initializer, graph.input, graph.output, proto.metadata_props])
-        del several[chance.randrange(len(several))]
-    file.write_bytes(proto.SerializeToString())
-    return act
+def write_bin(content, file):
+    """Other bytes, with their checksum."""
+    file.write_bytes(content)
+    meta = read_json(file.with_name("meta.json"))
+    meta["sha256"][file.stem] = hashlib.sha256(content).hexdigest()
+    write_json(meta, file.with_name("meta.json"))
 
 
-# -- the kinds: how to make a folder, to damage one of its files, and to read it ---------------------------------------
+def write_graph(content, file):
+    file.write_bytes(json_format.ParseDict(content, onnx.ModelProto()).SerializeToString())
 
-SAMPLE = "--prompt ab --max_new_tokens 9 --device cpu".split()
+
+FORMATS = {
+    ".pt": [
+        (partial(torch.load, weights_only=True), torch.save),
+        (read_zip, write_zip),
+        (read_zip, partial(write_zip, compression=zipfile.ZIP_DEFLATED)),
+        (read_pickle, write_pickle),
+    ],
+    ".json": [(read_json, write_json)],
+    ".bin": [(Path.read_bytes, write_bin)],
+    ".safetensors": [(read_header, write_header)],
+    ".onnx": [(lambda file: json_format.MessageToDict(onnx.load(file)), write_graph)],
+}
+
+# -- the kinds: how to make a folder, and to read it -------------------------------------------------------------------
+
+SAMPLE = "--prompt ab --max_new_tokens 9 --device cpu"
 
 
 def a_run(folder):
@@ -238,10 +216,10 @@ def hf_folder(folder):
 def tokenizers(folder):
     from extras.formats.bpe import to_json
 
-    (folder / "text").write_text("The cat sat on the mat. é 東\n" * 30, encoding="utf-8")
+    (folder / "bpe.txt").write_text("The cat sat on the mat. é 東\n" * 30, encoding="utf-8")
     (folder / "bpe.json").write_text(bpe(300), encoding="utf-8")
-    (folder / "characters.json").write_text(to_json(TOKENIZER), encoding="utf-8")
-    (folder / "chars").write_text(CHARS * 30, encoding="utf-8")
+    (folder / "chars.txt").write_text(CHARS * 30, encoding="utf-8")
+    (folder / "chars.json").write_text(to_json(TOKENIZER), encoding="utf-8")
 
 
 def onnx_file(folder):
@@ -250,105 +228,72 @@ def onnx_file(folder):
     write_onnx(tiny(n_layer=1, block_size=16), TOKENIZER, folder / "model.onnx")
 
 
-TRAIN = "--n_layer 1 --n_head 1 --n_embd 8 --block_size 16 --batch_size 1 --max_iters 1 --device cpu".split()
-# kind: what makes the folder, (files that may be damaged, functions that damage them), command lines
+TRAIN = "--n_layer 1 --n_head 1 --n_embd 8 --block_size 16 --batch_size 1 --max_iters 1 --device cpu"
+# kind: what makes the folder, the files of which one is damaged, command lines
 KINDS = {
     "checkpoint": (
         a_run,
-        [(["ckpt.pt"], [torch_in, torch_in, zip_in, bytes_in])],
+        ["ckpt.pt"],
         [
-            ["sample.py", "--ckpt", "ckpt.pt", *SAMPLE],
-            ["sample.py", "--ckpt", "ckpt.pt", *SAMPLE, "--draft", "ngram"],
-            ["sample.py", "--ckpt", "ckpt.pt", *SAMPLE, "--draft", "ngram", "--compile"],
-            ["train.py", "--init_from", "ckpt.pt", "--data_dir", "data", "--out_dir", "new", "--eval_only"],
+            f"sample.py --ckpt ckpt.pt {SAMPLE}",
+            f"sample.py --ckpt ckpt.pt {SAMPLE} --draft ngram",
+            f"sample.py --ckpt ckpt.pt {SAMPLE} --draft ngram --compile",
+            "train.py --init_from ckpt.pt --data_dir data --out_dir new --eval_only",
         ],
     ),
-    "resume": (
-        a_run,
-        [(["last.pt"], [torch_in, torch_in, zip_in, bytes_in])],
-        [["train.py", "--init_from", "resume", "--out_dir", ".", "--data_dir", "data", "--max_iters", "5"]],
-    ),
+    "resume": (a_run, ["last.pt"], ["train.py --init_from resume --out_dir . --data_dir data --max_iters 5"]),
     "data": (
         data,
+        ["data/meta.json", "ids/meta.json", "data/train.bin", "data/val.bin", "ids/train.bin"],
         [
-            (["data/meta.json", "ids/meta.json"], [json_in, json_in, bytes_in]),
-            (["data/train.bin", "data/val.bin", "ids/train.bin"], [ids_in, ids_in, bytes_in]),
-        ],
-        [
-            ["train.py", "--data_dir", "data", "--out_dir", "new", *TRAIN],
-            ["train.py", "--data_dir", "ids", "--out_dir", "new", *TRAIN, "--ngram_targets", "0"],
+            f"train.py --data_dir data --out_dir new {TRAIN}",
+            f"train.py --data_dir ids --out_dir new {TRAIN} --ngram_targets 0",
         ],
     ),
     "folder": (
         hf_folder,
         [
-            ([f"{name}/config.json" for name in ("gpt2", "stablelm", "shards")], [json_in, json_in, json_in, bytes_in]),
-            (["stablelm/model.safetensors", "gpt2/model.safetensors"], [safetensors_in, bytes_in]),
-            (["shards/model.safetensors.index.json", "gpt2/tokenizer.json"], [json_in, bytes_in]),
-            (["gpt2/tokenizer_config.json", "gpt2/generation_config.json"], [json_in, bytes_in]),
+            *("gpt2/config.json", "stablelm/config.json", "shards/config.json", "shards/model.safetensors.index.json"),
+            *("gpt2/tokenizer.json", "gpt2/tokenizer_config.json", "gpt2/generation_config.json"),
+            *("gpt2/model.safetensors", "stablelm/model.safetensors"),
         ],
-        [["sample.py", "--ckpt", name, *SAMPLE] for name in ("gpt2", "stablelm", "shards")],
+        [f"sample.py --ckpt {name} {SAMPLE}" for name in ("gpt2", "stablelm", "shards")],
     ),
     "tokenizer": (
         tokenizers,
-        [(["bpe.json", "characters.json"], [json_in, json_in, json_in, bytes_in])],
+        ["bpe.json", "chars.json"],
         [
-            ["data/prepare.py", "--input", "text", "--tokenizer", "bpe.json", "--data_dir", "new"],
-            ["data/prepare.py", "--input", "chars", "--tokenizer", "characters.json", "--data_dir", "new"],
+            "data/prepare.py --input bpe.txt --tokenizer bpe.json --data_dir new",
+            "data/prepare.py --input chars.txt --tokenizer chars.json --data_dir new",
         ],
     ),
-    "onnx": (
-        onnx_file,
-        [(["model.onnx"], [onnx_in, onnx_in, onnx_in, bytes_in])],
-        [["sample.py", "--engine", "onnx", "--ckpt", "model.onnx", *SAMPLE]],
-    ),
+    "onnx": (onnx_file, ["model.onnx"], [f"sample.py --engine onnx --ckpt model.onnx {SAMPLE}"]),
 }
 
 
 def damage(kind, folder, chance):
-    """Damage one file in the folder. Returns (what was done, a command line that reads this file)."""
-    _, files, commands = KINDS[kind]
-    names, ways = chance.choice(files)
+    """Damage one file. Returns (what was done, a command line that reads it, whether a checksum has to show it)."""
+    _, names, commands = KINDS[kind]
     name = chance.choice(names)
-    what = chance.choice(ways)(folder / name, chance)
-    part = name.split("/")[0]
-    command = chance.choice([command for command in commands if part in command] or commands)
-    return what, command
+    file = folder / name
+    behind = chance.random() < 0.25
+    read, write = (Path.read_bytes, write_bytes) if behind else chance.choice(FORMATS[file.suffix])
+    content, written = read(file), False
+    while not written:
+        new, what = changed(content, chance, tree_leaves(content))
+        with suppress(Exception):  # where the format has no place for it
+            write(new, file)
+            written = True
+    commands = [command for command in commands if name.split("/")[0] in command] or commands
+    checked = kind in ("checkpoint", "resume", "data") and (behind or file.name == "meta.json")
+    return f"{name}: {what}", chance.choice(commands), checked
 
 
 # -- running -----------------------------------------------------------------------------------------------------------
 
 
-@cache
-def code_of(script):
-    return compile((ROOT / script).read_text(encoding="utf-8"), ROOT / script, "exec")
-
-
-def as_main(command):
-    """Run a script as __main__ in this process, to the end of the process."""
-    script, *flags = command
-    main = types.ModuleType("__main__")
-    main.__file__ = str(ROOT / script)
-    sys.modules["__main__"] = main
-    sys.argv = [script, *flags]
-    code = 0
-    try:
-        exec(code_of(script), main.__dict__)
-    except SystemExit as error:
-        code = error.code or 0
-        if isinstance(code, str):
-            print(code, file=sys.stderr)
-            code = 1
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 def run(command, folder):
-    """Run a command line in the folder, in a forked child with limits. Returns (status, stdout, stderr)."""
+    """Run a script with flags in the folder, in a forked child with limits. Returns (status, stdout, stderr)."""
     child = os.fork()
     if not child:
         os.chdir(folder)
@@ -359,7 +304,17 @@ def run(command, folder):
         resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
         resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 5))
         signal.alarm(6 * SECONDS)  # for a child that waits, on a machine that may be busy
-        as_main(command)
+        sys.argv, code = command.split(), 0
+        try:
+            runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")
+        except SystemExit as error:
+            code = exit_code(error)
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     return status, *((folder / name).read_text("utf-8", "replace") for name in (".stdout", ".stderr"))
 
@@ -396,15 +351,14 @@ def fuzz(kind, seeds, keep=None):
             fresh = shutil.copytree(whole, Path(made) / "fresh")
             result = run(command, fresh)
             assert result[0] == 0, result
-            texts[str(command)] = text_of(result[1])
+            texts[command] = text_of(result[1])
             shutil.rmtree(fresh)
         for seed in seeds:
             chance = random.Random(f"{kind} {seed}")
             folder = shutil.copytree(whole, keep or Path(made) / "work")
-            what, command = damage(kind, folder, chance)
-            checked = kind in ("checkpoint", "resume", "data") and what.startswith(("bytes", "meta.json"))
-            if why := problem(run(command, folder), texts[str(command)] if checked else None):
-                yield seed, f"{what} ({' '.join(command)})", why
+            what, command, checked = damage(kind, folder, chance)
+            if why := problem(run(command, folder), texts[command] if checked else None):
+                yield seed, f"{what} ({command})", why
             if not keep:
                 shutil.rmtree(folder)
 

@@ -41,5 +41,5 @@ def test_the_fuzzer_sees_what_it_is_for(code, tmp_path, monkeypatch):
 
     monkeypatch.setattr(fuzz, "SECONDS", 1)
     (tmp_path / "script.py").write_text(code, encoding="utf-8")
-    found = fuzz.problem(fuzz.run([str(tmp_path / "script.py")], tmp_path), "text\n")
+    found = fuzz.problem(fuzz.run(str(tmp_path / "script.py"), tmp_path), "text\n")
     assert (found is None) == (FAULTS[code] is None) and (found is None or FAULTS[code] in found), found
