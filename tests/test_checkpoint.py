@@ -137,10 +137,7 @@ DAMAGES = [
         entry("model_args", lambda old: old | {"n_embd": 16}),
         r"size mismatch for transformer\.wte\.weight: .*12, 32.*12, 16",
     ),
-    (
-        entry("model_args", lambda old: old | {"mlp_ratio": 2}),
-        "size mismatch for .*c_fc.weight",
-    ),
+    (entry("model_args", lambda old: old | {"mlp_ratio": 2}), "size mismatch for .*c_fc.weight"),
     (entry("model", lambda old: old | {"lm_head.weight": old["lm_head.weight"] + 1}), "wte and lm_head differ"),
     (entry("model", lambda old: None), "model=None: must be dict$"),
     (entry("model", lambda old: dict(enumerate(old.values()))), "the weight 0 is not"),

@@ -10,19 +10,7 @@ import pytest
 import torch
 
 import model
-from helpers import (
-    PROMPT,
-    ROOT,
-    assert_one_line,
-    here,
-    ok,
-    sample,
-    save_model,
-    text_before,
-    texts_of,
-    tiny,
-    unix,
-)
+from helpers import PROMPT, ROOT, assert_one_line, here, ok, sample, save_model, text_before, texts_of, tiny, unix
 from model import PRETRAINED, KVCache, load_model
 from sample import SEPARATOR, generate_texts, report, verify
 

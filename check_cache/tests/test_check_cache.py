@@ -811,15 +811,9 @@ CALLED = "cannot be called as ADAPTERS.md says: "
 @pytest.mark.parametrize(
     "function, message",
     [
-        (
-            dict(step=lambda ids, cache: SimpleNamespace(logits=ids)),
-            LOGITS + "SimpleNamespace",
-        ),
+        (dict(step=lambda ids, cache: SimpleNamespace(logits=ids)), LOGITS + "SimpleNamespace"),
         (dict(step=lambda ids, cache: (cache, ids)), LOGITS + r"Cache \(\), Tensor \("),
-        (
-            dict(step=lambda ids, cache: torch.zeros(3, 2, 7)),
-            LOGITS + r"Tensor \(3, 2, 7\)",
-        ),
+        (dict(step=lambda ids, cache: torch.zeros(3, 2, 7)), LOGITS + r"Tensor \(3, 2, 7\)"),
         (dict(step=lambda ids, cache, hidden: None), f"step {CALLED}missing a required argument: 'hidden'"),
         (
             dict(full=lambda ids: ids.numpy()),

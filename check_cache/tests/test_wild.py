@@ -93,14 +93,8 @@ WRONG = {
         lambda: audiocraft(memory_efficient=True, custom=False, **ROPE),
         "position 16 is wrong on arrival: its position is 4",  # the number of heads
     ),
-    "fairseq2: Mistral, chunks past its window": (
-        lambda: fairseq2(WINDOW),
-        "which is in no slot",
-    ),
-    "litgpt: Gemma 2": (
-        lambda: litgpt("Gemma-2-2b", **GEMMA_2),
-        "sees slot 1, but should not",
-    ),
+    "fairseq2: Mistral, chunks past its window": (lambda: fairseq2(WINDOW), "which is in no slot"),
+    "litgpt: Gemma 2": (lambda: litgpt("Gemma-2-2b", **GEMMA_2), "sees slot 1, but should not"),
     "litgpt: Gemma 3, chunks over a full window": (
         lambda: litgpt("Gemma-3-1b-it", most=8, **WINDOWED),
         "needs position [0-9]+, which is in no slot",
@@ -113,10 +107,7 @@ WRONG = {
         lambda: x_transformers(attn_data_dependent_alibi=True),
         "position 16 gives slot 0 a weight of",
     ),
-    "x-transformers: attn_data_dependent_alibi_per_row": (
-        lambda: x_transformers(**PER_ROW),
-        "logits off by",
-    ),
+    "x-transformers: attn_data_dependent_alibi_per_row": (lambda: x_transformers(**PER_ROW), "logits off by"),
 }
 
 

@@ -16,15 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, P
 from extra_helpers import bpe, needs_compiler, write_gpt2
 from extras.formats.bpe import BPETokenizer, read_tokenizer, tokenizer_from_json
 from extras.formats.checkpoint import load_checkpoint, load_model
-from helpers import (
-    SAMPLE,
-    assert_one_line,
-    here,
-    load,
-    ok,
-    plain_val_loss,
-    same,
-)
+from helpers import SAMPLE, assert_one_line, here, load, ok, plain_val_loss, same
 from model import build_model
 
 PROMPT = "The cat sat né"

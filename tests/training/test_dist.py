@@ -10,20 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from helpers import (
-    ONE_THREAD,
-    ROOT,
-    SMALL,
-    STATEFUL,
-    assert_same_run,
-    contents,
-    here,
-    load,
-    log,
-    ok,
-    run,
-    unix,
-)
+from helpers import ONE_THREAD, ROOT, SMALL, STATEFUL, assert_same_run, contents, here, load, log, ok, run, unix
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
 

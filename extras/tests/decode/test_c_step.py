@@ -27,19 +27,7 @@ from extras.decode.engine import Decoder
 from extras.decode.ngrams import count_ngrams, ngram_table
 from extras.decode.quantize import round_weights
 from extras.decode.speculate import BatchState
-from helpers import (
-    CONTEXT,
-    FILTERS,
-    MODELS,
-    V,
-    linux,
-    num_threads,
-    ok,
-    prompts,
-    random_model,
-    run,
-    unix,
-)
+from helpers import CONTEXT, FILTERS, MODELS, V, linux, num_threads, ok, prompts, random_model, run, unix
 from model import GPT, GPTConfig
 
 pytestmark = needs_compiler
