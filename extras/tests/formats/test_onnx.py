@@ -17,7 +17,7 @@ from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 from extra_helpers import POST_LN, STABLELM, TOKENIZER
 from extras.formats.compare import compare_with_pytorch, own_text
 from extras.formats.onnx import OnnxGPT, compare_onnx, write_onnx
-from helpers import CHARS, SIZE, assert_one_line, here, ok, run, same, tiny, unix
+from helpers import CHARS, SIZE, ok, run, same, tiny, unix
 from model import Sampling, generate
 from sample import generate_texts, verify
 
@@ -276,17 +276,6 @@ def with_a_fixed_batch(proto):
         value.type.tensor_type.shape.dim[0].dim_value = 1
 
 
-def with_a_name_of_its_own(proto):
-    for node in proto.graph.node:
-        node.input[:] = ["ids" if name == "input_ids" else name for name in node.input]
-    next(value for value in proto.graph.input if value.name == "input_ids").name = "ids"
-
-
-def with_a_nan(proto):
-    tensor = next(tensor for tensor in proto.graph.initializer if tensor.data_type == TensorProto.FLOAT)
-    tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor) * np.float32("nan"), tensor.name))
-
-
 def without_the_cache(proto):
     keep = proto.graph.output[0]
     del proto.graph.output[:]
@@ -318,15 +307,6 @@ def test_a_rewritten_graph_runs_with_its_own_types_and_order(exported, change, a
 
 
 @pytest.mark.parametrize("exported", [SLOW("StableLM")], indirect=True)
-def test_logits_that_are_nan_are_an_error_in_one_line(exported, tmp_path):
-    file = rewritten(exported[1], with_a_nan, tmp_path / "new.onnx")
-    with pytest.raises(FloatingPointError, match="logits are infinite or NaN"):
-        next(generate(OnnxGPT(file), torch.zeros(1, 1, dtype=torch.int64), 5, Sampling(seed=1)))
-    result = here("--engine", "onnx", "--ckpt", file, "--prompt", "a", script="sample.py")
-    assert_one_line(result, "logits are infinite or NaN", code=1)
-
-
-@pytest.mark.parametrize("exported", [SLOW("StableLM")], indirect=True)
 def test_with_8_bit_weights_the_cache_changes_nothing(exported, tmp_path):
     """As docs/interop.md shrinks them. quantize_dynamic takes one scale for all tokens of a call, so there it does."""
     _, file, _ = exported
@@ -346,7 +326,6 @@ def test_with_8_bit_weights_the_cache_changes_nothing(exported, tmp_path):
     ["change", "words"],
     [
         (with_a_fixed_batch, "has the fixed shape"),
-        (with_a_name_of_its_own, "ids is missing, or was added"),
         (without_the_cache, "present.0.key is missing"),
     ],
 )
