@@ -18,11 +18,20 @@ def checked(file, *edits):
     return check.CHECKS.get(file.stem, check.recompute)(load(file, *edits))
 
 
-def test_the_exercise_calls_the_cache_right():
-    report = checked(CACHE)
+@pytest.mark.parametrize(
+    "file, scenarios",
+    [
+        (CACHE, ["decode", "chunks of mixed sizes", "two caches at once", "batches of 1 to 8 rows", "generate"]),
+        (PREALLOCATED, ["decode"]),
+        pytest.param(WINDOW, ["chunks around the window"], marks=pytest.mark.slow),
+        pytest.param(PAGES, ["reorder"], marks=pytest.mark.slow),
+        pytest.param(INT8, ["decode"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_cache_of_the_lesson_is_right(file, scenarios):
+    report = checked(file)
     report.assert_correct()
-    right = {result.scenario for result in report.results if result.status == "correct"}
-    assert {"decode", "chunks of mixed sizes", "two caches at once", "batches of 1 to 8 rows", "generate"} <= right
+    assert {*scenarios} <= {result.scenario for result in report.results if result.status == "correct"}
 
 
 POSITION_0 = ("pos + torch.arange(idx.size(1))", "torch.arange(idx.size(1))")
@@ -30,32 +39,32 @@ VALIDATION = ("        if pos == 0:  # a new text\n            self.clear_kv_cac
 NO_MASK = (".tril(k.size(1) - T)", ".tril(k.size(1) - T if self.training else k.size(1))")
 OWN_SLOT = (".tril(k.size(1) - T)", ".tril()")
 NO_POS = ("            pos = idx.size(1)\n", "            pos += 1\n")
+TOO_FAR = ("pos : pos + T, :] = qkv", "pos + (pos > 0) : pos + (pos > 0) + T, :] = qkv")
+EMPTY = ("torch.full((window,), -window)", "torch.zeros(window, dtype=torch.long)")
+NO_COPY = ("if self.table[i] in self.shared:", "if False:")
+NO_ROUNDING = ("(qkv[1:] / scale).round()", "qkv[1:] / scale")
+TRAPS = {
+    "position 0": (CACHE, POSITION_0, "decode", "wrong on arrival: its position is 0"),
+    "validation": (CACHE, VALIDATION, "decode", r"at 2_cache\.py:[0-9]+: Sizes of tensors must match"),
+    "no mask": (CACHE, NO_MASK, "decode", "sees slot 1, but should not"),
+    "mask without an offset": (CACHE, OWN_SLOT, "decode", "does not see slot 1, but should"),
+    "pos of the loop": (CACHE, NO_POS, "generate", "the first call of generate"),
+    "a slot too far": (PREALLOCATED, TOO_FAR, "decode", "written to a different slot"),
+    "empty slots": (WINDOW, EMPTY, "decode", "position 0 sees slot 0 .*but should not"),
+    "no copy": (PAGES, NO_COPY, "reorder", "holds that of another sequence"),
+    "no rounding": (INT8, NO_ROUNDING, "decode", "attention reads and sees what it should"),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "edit, scenario, cause",
-    [
-        (POSITION_0, "decode", "wrong on arrival: its position is 0"),
-        (VALIDATION, "decode", r"at 2_cache\.py:[0-9]+: Sizes of tensors must match"),
-        (NO_MASK, "decode", "sees slot 1, but should not"),
-        (OWN_SLOT, "decode", "does not see slot 1, but should"),
-        (NO_POS, "generate", "the first call of generate"),
-    ],
-    ids=["position 0", "validation", "no mask", "mask without an offset", "pos of the loop"],
-)
-def test_the_exercise_calls_a_trap_wrong(edit, scenario, cause):
-    results = {result.scenario: result for result in checked(CACHE, edit).results}
-    assert results[scenario].status == "wrong" and re.search(cause, results[scenario].why)
+@pytest.mark.parametrize("trap", TRAPS)
+def test_a_trap_is_found_with_its_cause(trap):
+    file, edit, scenario, cause = TRAPS[trap]
+    results = {result.scenario: result for result in checked(file, edit).results}
+    assert results[scenario].status == "wrong" and re.search(cause, results[scenario].why), results[scenario]
 
 
-def test_the_preallocated_cache_is_right():
-    checked(PREALLOCATED).assert_correct()
-
-
-def test_one_slot_too_far_is_wrong():
-    report = checked(PREALLOCATED, ("pos : pos + T, :] = qkv", "pos + (pos > 0) : pos + (pos > 0) + T, :] = qkv"))
-    assert report.exit_code == 1, report
+# -- beyond block_size -------------------------------------------------------------------------------------------------
 
 
 def beyond_block_size(step):
@@ -106,42 +115,16 @@ def test_reading_the_newest_tokens_again_at_block_size_is_right():
     beyond_block_size(read_again).assert_correct()
 
 
-# -- a window, pages, int8 ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("file, scenario", [(WINDOW, "chunks around the window"), (PAGES, "reorder"), (INT8, "decode")])
-def test_the_smaller_caches_are_right(file, scenario):
-    report = checked(file)
-    report.assert_correct()
-    assert scenario in {result.scenario for result in report.results if result.status == "correct"}
-
-
-CHECK = ROOT / "lesson" / "check.py"
-EMPTY = ("torch.full((window,), -window)", "torch.zeros(window, dtype=torch.long)")
-NO_COPY = ("if self.table[i] in self.shared:", "if False:")
-NO_ROUNDING = ("(qkv[1:] / scale).round()", "qkv[1:] / scale")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "file, edit, scenario, cause",
-    [
-        (WINDOW, EMPTY, "decode", "position 0 sees slot 0 .*but should not"),
-        (PAGES, NO_COPY, "reorder", "holds that of another sequence"),
-        (INT8, NO_ROUNDING, "decode", "attention reads and sees what it should"),
-    ],
-    ids=["empty slots", "no copy", "no rounding"],
-)
-def test_a_mistake_in_a_smaller_cache_is_found(file, edit, scenario, cause):
-    results = {result.scenario: result for result in checked(file, edit).results}
-    assert results[scenario].status == "wrong" and re.search(cause, results[scenario].why), results[scenario]
+# -- the command -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_it_runs_from_the_command_line_as_the_readme_says():
     """With the name of a file of the lesson, or with a path."""
-    for command in (["-m", "lesson.check", "2_cache.py"], [CHECK, ROOT / "lesson" / "2_cache.py"]):
+    for command in (
+        ["-m", "lesson.check", "2_cache.py"],
+        [ROOT / "lesson" / "check.py", ROOT / "lesson" / "2_cache.py"],
+    ):
         assert "scenarios ran, 200 tokens per row" in ok(run(*command)).stdout
     for flags, words in (
         ([], "which file? One of this folder, as in python -m lesson.check 2_cache"),
