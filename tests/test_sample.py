@@ -260,6 +260,7 @@ def test_generate_texts_refuses_what_it_cannot_generate():
         (["hello"], ["unrecognized arguments: hello"]),
         (["--ckpt="], ["--ckpt, --out_dir, --meta or --stop is empty"]),
         (["--out_dir", ""], ["--ckpt, --out_dir, --meta or --stop is empty"]),
+        (["--stop", ""], ["--ckpt, --out_dir, --meta or --stop is empty"]),
     ],
     ids=lambda value: " ".join(map(str, value)),
 )

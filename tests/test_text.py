@@ -2,11 +2,10 @@
 
 import re
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from helpers import assert_one_line, ok, sample, text_before, texts_of
+from helpers import ok, sample, text_before, texts_of
 from model import CharTokenizer
 from sample import Text
 
@@ -50,30 +49,9 @@ def test_what_is_printed_early_is_never_taken_back(text, stops):
 # -- sample.py --stop -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["--no-kv_cache"]], ids=" ".join)
-def test_each_row_stops_on_its_own_whatever_decodes_it(trained, flags):
-    """It neither stops the other rows nor continues."""
-    texts = texts_of(trained, "First ", 100, rows=4)
-    stops = [texts[0][12:14], texts[2][20:22]]
-    expected = ["First " + text_before(text[len("First ") :], stops) for text in texts]
-    assert len(set(map(len, expected))) > 1
-    stop_flags = [word for stop in stops for word in ("--stop", stop)]
-    result = ok(sample(trained, "--prompt", "First ", "--num_samples", "4", *stop_flags, *flags, "--verify"))
-    assert result.stdout == "\n---------------\n".join(expected)
-    assert "4 of 4 samples)" in result.stderr
-
-
 def test_a_generation_ends_when_all_rows_have_stopped(trained):
     """Otherwise it could go on for minutes after the last stop text."""
     text = texts_of(trained, "First ", 100)[0]
     result = ok(sample(trained, "--prompt", "First ", "--stop", text[8], "--max_new_tokens", "20"))
     assert result.stdout == "First " + text_before(text[6:], [text[8]])
     assert int(re.search(r"(\d+) tokens: TTFT", result.stderr)[1]) < 20
-
-
-@pytest.mark.slow
-def test_a_stop_text_that_cannot_occur_is_one_line(trained):
-    assert_one_line(sample(trained, "--stop", "O#"), "no '#' in the vocabulary", code=1)
-    assert_one_line(sample(trained, "--stop", ""), "--stop", "empty", code=2)
-    assert_one_line(sample(trained, "--stop", "O", "--explain"), "--explain")
