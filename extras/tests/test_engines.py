@@ -10,7 +10,6 @@ from extras.decode.ngrams import count_ngrams
 from extras.decode.quantize import round_weights
 from extras.formats.checkpoint import load_model
 from helpers import CHARS, assert_one_line, here, ok, run, sample, save_model, text_before, tiny
-from model import PRETRAINED
 from sample import SEPARATOR
 
 ENGINES = {
@@ -91,69 +90,44 @@ def test_every_engine_writes_the_text_of_a_forward_without_a_cache(
     assert ("verify: OK" in result.stderr) == verify, result.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--no_kv_cache --compile",
-        "--engine onnx --draft ngram",
-        "--engine onnx --compile",
-        "--engine onnx --dtype bfloat16",
-        "--overflow slide --prompt b",
-        "--explain --compile",
-        "--explain --engine onnx",
-    ],
-)
-def test_what_does_not_work_together_is_one_line(flags, exported):
-    result = here("--out_dir", exported, "--device", "cpu", "--prompt", "ab", *flags.split(), script="sample.py")
-    assert_one_line(result)
-    assert result.stdout == ""
-
-
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (["--engine", "onnx", "--weights", "int8"], ["--weights", "--engine torch"]),
-        (["--no-kv_cache", "--draft", "ngram"], ["--no-kv_cache", "neither drafts nor --compile"]),
-        (["--explain", "--draft", "ngram"], ["--explain"]),
-        (["--explain", "--no-kv_cache"], ["--explain"]),
-        (["--explain", "--num_samples", "2"], ["--explain"]),
+        ("--no-kv_cache --compile", ["--no-kv_cache", "neither drafts nor --compile"]),
+        ("--no-kv_cache --draft ngram", ["--no-kv_cache", "neither drafts nor --compile"]),
+        ("--no-kv_cache --prompt b", ["--no-kv_cache needs prompts of equal length"]),
+        ("--overflow slide --prompt b", ["overflow='slide' needs equal lengths"]),
+        ("--engine onnx --draft ngram", ["--draft", "--engine torch"]),
+        ("--engine onnx --compile", ["--compile", "--engine torch"]),
+        ("--engine onnx --dtype bfloat16", ["--dtype", "--engine torch"]),
+        ("--engine onnx --weights int8", ["--weights", "--engine torch"]),
+        ("--engine onnx", ["no ONNX model", "python -m extras.export --format onnx --out_dir {out} writes one"]),
+        ("--explain --compile", ["--explain"]),
+        ("--explain --draft ngram", ["--explain"]),
+        ("--explain --no-kv_cache", ["--explain"]),
+        ("--explain --num_samples 2", ["--explain"]),
+        ("--explain --stop b", ["--explain"]),
+        ("--draft ngram", ["draft='ngram' needs n-gram counts", "leave it out"]),
+        ("--draft ngram --compile", ["draft='ngram' needs n-gram counts", "leave it out"]),
     ],
-    ids=lambda value: " ".join(map(str, value)),
 )
-def test_flags_that_contradict_each_other_are_one_line(flags, words):
-    result = here("--ckpt", PRETRAINED, *flags, script="sample.py")
-    assert_one_line(result, *words, code=1)
+def test_what_does_not_work_together_is_one_line(flags, words, tmp_path):
+    save_model(tmp_path, tiny())
+    result = sample(tmp_path, "--prompt", "ab", *flags.split())
+    assert_one_line(result, *(word.format(out=tmp_path) for word in words), code=1)
     assert result.stdout == ""
 
 
-def test_a_folder_of_gpt2_that_is_missing_is_one_line_that_downloads_it():
-    words = "no checkpoint at gpt2-xl", "hf download openai-community/gpt2-xl"
-    assert_one_line(here("--ckpt", "gpt2-xl", script="sample.py"), *words, code=1)
+@pytest.mark.slow
+def test_the_onnx_engine_has_nothing_to_explain(exported):
+    assert_one_line(sample(exported, "--prompt", "ab", "--explain", "--engine", "onnx"), "--explain")
 
 
-def test_prompts_of_different_lengths_need_the_cache(tmp_path):
+def test_a_checkpoint_is_not_for_the_onnx_engine_and_the_line_exports_it(tmp_path):
     save_model(tmp_path, tiny())
-    flags = ["--no-kv_cache", "--prompt", "a", "--prompt", "ab"]
-    assert_one_line(sample(tmp_path, *flags), "--no-kv_cache needs prompts of equal length", code=1)
-
-
-def test_the_onnx_engine_says_how_to_export_this_model(tmp_path):
-    save_model(tmp_path, tiny())
-    hint = f"python -m extras.export --format onnx --out_dir {tmp_path} writes one"
-    assert_one_line(sample(tmp_path, "--engine", "onnx"), "no ONNX model", hint, code=1)
     result = here("--engine", "onnx", "--ckpt", tmp_path / "ckpt.pt", script="sample.py")
-    assert_one_line(
-        result, "ckpt.pt is a checkpoint", f"--format onnx --ckpt {tmp_path / 'ckpt.pt'} writes one", code=1
-    )
-
-
-def test_drafts_need_the_n_grams_of_a_checkpoint(tmp_path):
-    save_model(tmp_path, tiny())
-    for more in ([], ["--compile"]):
-        result = sample(tmp_path, "--prompt", "ab", "--draft", "ngram", *more)
-        assert_one_line(result, "draft='ngram' needs n-gram counts", "leave it out")
-        assert result.stdout == ""
+    hint = f"--format onnx --ckpt {tmp_path / 'ckpt.pt'} writes one"
+    assert_one_line(result, "ckpt.pt is a checkpoint", hint, code=1)
 
 
 # -- sample.py --compile -----------------------------------------------------------------------------------------------

@@ -164,6 +164,7 @@ def test_an_out_dir_that_is_a_file_is_one_line(tmp_path):
 HINTS = [
     ("sample.py {file}", "type --ckpt {file}"),
     ("sample.py --init_from=gpt2-xl", "type --ckpt for a model from elsewhere"),
+    ("sample.py --ckpt gpt2-xl", "hf download openai-community/gpt2-xl"),
     ("sample.py --init_from resume", "nothing for your last run"),
     ("sample.py --temp 0.5", "did you mean --temperature?"),
     ("sample.py --num-sample 2", "did you mean --num_samples?"),
@@ -176,6 +177,7 @@ HINTS = [
     ("sample.py --ckpt {other}", "pass the file, such as {other}/mine.pt"),
     ("sample.py --ckpt https://example.com/ckpt.pt", "is a web address: download the file or folder first"),
     ("sample.py {text}", "type --prompt FILE:{text}"),
+    ("train.py --init_from=gpt2-xl", "hf download openai-community/gpt2-xl --local-dir gpt2-xl"),
     ("train.py {file}", "type --init_from {file}"),
     ("train.py {only}", "type --init_from {only}"),
     ("train.py data/shakespeare_char", "type --data_dir data/shakespeare_char"),

@@ -60,40 +60,30 @@ def test_ids_that_are_no_text_are_trained_on_and_sampled(meta, size, tmp_path):
     assert written[:3] == ["5", "17", "3"] and len(written) == 7 and all(int(word) < size for word in written)
 
 
-@pytest.mark.parametrize(
-    "size, words", [("300", "vocab_size '300', which is not a number"), (np.int64(300), "int(size)")]
-)
-def test_a_vocabulary_size_is_a_plain_number(size, words, tmp_path):
-    for name in ("train", "val"):
-        np.arange(200).astype("<u2").tofile(tmp_path / f"{name}.bin")
-    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": size}))
-    assert_one_line(here("--data_dir", tmp_path, "--out_dir", tmp_path / "out"), words, code=1)
+SEED = np.random.default_rng(0)
+NOT_IDS = "train.bin holds {} values, but nanoGPT's ids are np.uint16"
 
 
 @pytest.mark.parametrize(
-    "values, kind",
+    "values, size, words",
     [
-        (np.arange(1, 200, dtype="<u4"), "int32"),
-        (np.arange(1, 200, dtype="<i8"), "int64"),
-        (np.arange(200, dtype="<f4"), "float32"),
-        (np.random.default_rng(0).normal(size=200).astype("<f4"), "float32"),
-        (np.random.default_rng(0).normal(size=200).astype("<f8"), "float64"),
+        (np.arange(200, dtype="<u2"), "300", "vocab_size '300', which is not a number"),
+        (np.arange(200, dtype="<u2"), np.int64(300), "int(size)"),
+        (np.array([1, 2, 3], "<u2"), 3, "train.bin has the id 3, but the vocabulary has 3"),
+        # read as ids of two bytes, all of these are below GPT-2's vocabulary size, or nearly so
+        (np.arange(1, 200, dtype="<u4"), None, NOT_IDS.format("int32")),
+        (np.arange(1, 200, dtype="<i8"), None, NOT_IDS.format("int64")),
+        (np.arange(200, dtype="<f4"), None, NOT_IDS.format("float32")),
+        (SEED.normal(size=200).astype("<f4"), None, NOT_IDS.format("float32")),
+        (SEED.normal(size=200).astype("<f8"), None, NOT_IDS.format("float64")),
     ],
 )
-def test_values_that_are_not_ids_of_two_bytes_are_one_line(values, kind, tmp_path):
-    """Read as ids of two bytes, all of these are below GPT-2's vocabulary size, or nearly so."""
+def test_ids_and_a_vocabulary_that_do_not_fit_are_one_line(values, size, words, tmp_path):
     for name in ("train", "val"):
         values.tofile(tmp_path / f"{name}.bin")
-    result = here("--data_dir", tmp_path, "--out_dir", tmp_path / "out")
-    assert_one_line(result, f"train.bin holds {kind} values, but nanoGPT's ids are np.uint16", code=1)
-
-
-def test_ids_beyond_the_vocabulary_are_one_line(tmp_path):
-    for name in ("train", "val"):
-        np.array([1, 2, 3], "<u2").tofile(tmp_path / f"{name}.bin")
-    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 3}))
-    result = here("--data_dir", tmp_path, "--out_dir", tmp_path / "out")
-    assert_one_line(result, "train.bin has the id 3, but the vocabulary has 3", code=1)
+    if size:
+        (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": size}))
+    assert_one_line(here("--data_dir", tmp_path, "--out_dir", tmp_path / "out"), words, code=1)
 
 
 def test_a_folder_that_has_lost_its_meta_json_is_not_taken_for_the_tokens_of_gpt2(data_dir, tmp_path):
@@ -101,12 +91,6 @@ def test_a_folder_that_has_lost_its_meta_json_is_not_taken_for_the_tokens_of_gpt
         shutil.copy(data_dir / name, tmp_path)
     result = here("--data_dir", tmp_path, "--out_dir", tmp_path / "out")
     assert_one_line(result, "meta.json is missing", "python data/prepare.py", code=1)
-
-
-def test_openais_models_are_folders_here_and_a_line_downloads_them(tmp_path):
-    result = here("--init_from=gpt2-xl", "--out_dir", tmp_path / "out")
-    assert_one_line(result, "hf download openai-community/gpt2-xl --local-dir gpt2-xl", code=1)
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_meta_file_that_is_not_there_is_named(trained, data_dir):
