@@ -32,6 +32,14 @@ class Killed(BaseException):
     """The end of a process that has no time for anything."""
 
 
+def kill_at(n):
+    def kill(number, name, stop):
+        if number == n:
+            raise Killed
+
+    return kill
+
+
 @pytest.fixture
 def go(data_dir):
     """go(out_dir, disturb, *flags) starts or resumes a run in out_dir. Returns its exit code and events.
@@ -106,15 +114,9 @@ def test_a_run_killed_before_anything_it_does_resumes_to_the_same_run_and_log(wh
     rows = [(int(step), bool(val_loss)) for step, _, val_loss, _ in progress(out_dir)]
     assert rows == [(2, False), (3, True), (4, False), (5, True)] and events.count("step") == 5
     for n in range(len(events)):
-
-        def kill(number, name, stop):
-            if number == n:  # noqa: B023
-                raise Killed
-
         out = tmp_path / str(n)
-        with suppress(Killed):
-            go(out, kill)
-            raise AssertionError("not killed")
+        with pytest.raises(Killed):
+            go(out, kill_at(n))
         assert progress(out) == progress(out_dir)[: len(log(out))]
         go(out)
         assert_undisturbed(out_dir, out)
@@ -147,13 +149,8 @@ def test_patience_counts_the_same_evaluations_in_a_run_that_was_killed(go, tmp_p
     _, events = go(tmp_path / "whole", lambda *event: None, *flags)
     assert [int(row[0]) for row in progress(tmp_path / "whole") if row[2]] == [2, 4, 6]
     for n in range(events.index("evaluate"), len(events)):
-
-        def kill(number, name, stop):
-            if number == n:  # noqa: B023
-                raise Killed
-
         with suppress(Killed):
-            go(tmp_path / str(n), kill, *flags)
+            go(tmp_path / str(n), kill_at(n), *flags)
         go(tmp_path / str(n), lambda *event: None, *flags)
         assert_undisturbed(tmp_path / "whole", tmp_path / str(n))
 

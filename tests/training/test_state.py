@@ -192,42 +192,39 @@ def test_a_loss_that_is_not_there_is_one_line(name, data_dir, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def cut_moments(last):
+    state = last["optimizer"][0]["state"][0]
+    state["exp_avg"] = state["exp_avg"].flatten()[1:]
+
+
 @pytest.mark.parametrize(
-    "name, value",
+    "change",
     [
-        *(("iter_num", value) for value in (None, math.nan, 2.5, -1, torch.tensor(-1), torch.tensor([1, 2]))),
-        ("optimizer", []),
-        ("optimizer", [{}, {}]),
-        ("loss", {"no": torch.ones(1)}),
-        ("config", {"n_layer": "1", "loss": "cross_entropy"}),
-        ("config", {"recipe": "nobody's", "loss": "cross_entropy"}),
-        ("config", {}),
-        ("model_args", {"head_size": 4}),
-        ("config", {"recipe": ["modern"], "loss": "cross_entropy"}),
-        ("config", {"threads": True, "loss": "cross_entropy"}),
-        ("best_val_loss", math.nan),
-        ("seconds", None),
-        ("data_sha256", [1]),
+        *({"iter_num": value} for value in (None, math.nan, 2.5, -1, torch.tensor(-1), torch.tensor([1, 2]))),
+        {"optimizer": []},
+        {"optimizer": [{}, {}]},
+        {"loss": {"no": torch.ones(1)}},
+        {"config": {}},
+        {"config": {"n_layer": "1", "loss": "cross_entropy"}},
+        {"config": {"recipe": "nobody's", "loss": "cross_entropy"}},
+        {"config": {"recipe": ["modern"], "loss": "cross_entropy"}},
+        {"config": {"threads": True, "loss": "cross_entropy"}},
+        {"model_args": {"head_size": 4}},
+        {"best_val_loss": math.nan},
+        {"seconds": None},
+        {"data_sha256": [1]},
+        cut_moments,
+        lambda last: last["optimizer"][0]["state"][0].pop("exp_avg_sq"),
     ],
 )
-def test_a_field_of_another_kind_is_refused_before_anything_moves(name, value, out):
+def test_a_field_of_another_kind_is_refused_before_anything_moves(change, out):
     last = load(out / "last.pt")
-    torch.save(last | {name: value}, out / "last.pt")
-    assert_refused(out)
-
-
-CUT = {
-    "shape": lambda state: state.update(exp_avg=state["exp_avg"].flatten()[1:]),
-    "field": lambda state: state.pop("exp_avg_sq"),
-}
-
-
-@pytest.mark.parametrize("change", CUT.values(), ids=CUT)
-def test_a_state_of_other_shapes_is_refused_before_anything_moves(change, out):
-    last = load(out / "last.pt")
-    change(last["optimizer"][0]["state"][0])
+    if isinstance(change, dict):
+        last |= change
+    else:
+        change(last)
     torch.save(last, out / "last.pt")
-    assert_refused(out, words=["does not fit the weights"])
+    assert_refused(out, words=[] if isinstance(change, dict) else ["does not fit the weights"])
 
 
 def test_a_resume_of_nothing_is_refused(tmp_path):
