@@ -78,6 +78,7 @@ def test_a_mistake_is_one_line_and_changes_nothing_too(flags, raw, words, call, 
 
 CAT = "the cat sat on the mat and the dog sat on the log\n" * 40
 FISH = "The Bär ate 30 fishes. 東京 is far away, said the cat.\n" * 60
+ALPHABET = pre_tokenizers.ByteLevel.alphabet()
 
 
 def learned(kind, learned_from, tokenizer, **options):
@@ -91,44 +92,47 @@ def whitespace(model):
     return tokenizer
 
 
-def no_unknown_token():
-    return learned("Bpe", CAT, whitespace(models.BPE()), vocab_size=49, special_tokens=["<unk>"])
-
-
-def bytes_without_alphabet():
+def byte_level(text=FISH, alphabet=ALPHABET):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return learned("Bpe", CAT, tokenizer, vocab_size=60)
+    return learned("Bpe", text, tokenizer, vocab_size=300, initial_alphabet=alphabet)
+
+
+def bytes_without_decoder():
+    tokenizer = byte_level()
+    tokenizer.decoder = None
+    return tokenizer
+
+
+def lower_case():
+    tokenizer = byte_level()
+    tokenizer.normalizer = normalizers.Lowercase()
+    return tokenizer
+
+
+def no_unknown_token():
+    return learned("Bpe", CAT, whitespace(models.BPE()), vocab_size=49, special_tokens=["<unk>"])
 
 
 def words(text=CAT):
     return learned("WordLevel", text, whitespace(models.WordLevel(unk_token="[UNK]")), special_tokens=["[UNK]"])
 
 
-def bytes_without_decoder():
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    return learned("Bpe", FISH, tokenizer, vocab_size=300, initial_alphabet=alphabet)
-
-
-def lower_case():
-    tokenizer = bytes_without_decoder()
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.normalizer = normalizers.Lowercase()
-    return tokenizer
+def unigram():
+    """It names its unknown token by id."""
+    options = dict(unk_token="<unk>", special_tokens=["<unk>"], vocab_size=40)
+    return learned("Unigram", CAT, Tokenizer(models.Unigram()), **options)
 
 
 @pytest.fixture
-def prepare(tmp_path):
+def prepare(call, tmp_path):
     """prepare(tokenizer, *flags) encodes FISH with it."""
 
     def prepare(tokenizer, *flags):
         (tmp_path / "fish.txt").write_text(FISH, encoding="utf-8")
         tokenizer.save(str(tmp_path / "tokenizer.json"))
-        flags = ["--tokenizer", tmp_path, "--data_dir", tmp_path / "data", *flags]
-        return here("--input", tmp_path / "fish.txt", *flags, script="data/prepare.py")
+        return call("--input", tmp_path / "fish.txt", "--tokenizer", tmp_path, "--data_dir", tmp_path / "data", *flags)
 
     return prepare
 
@@ -137,50 +141,37 @@ def prepare(tmp_path):
     "make, back, why",
     [
         (no_unknown_token, "he at e s he s s a a", "it drops "),
-        (bytes_without_alphabet, "he  ate  shes  s a a", "it drops "),
+        (lambda: byte_level(CAT, []), "he  ate  shes  s a a", "it drops "),
         (bytes_without_decoder, "The ĠBÃ¤r Ġate Ġ30 Ġ", "it has no decoder"),
         (lower_case, "the bär ate 30 fishe", "it folds case"),
         (lambda: words(FISH), "he Bär ate 30 fishes . ", "it changes spaces"),
     ],
 )
 def test_text_that_does_not_come_back_is_reported(make, back, why, prepare):
-    result = ok(prepare(make()))
-    line = result.stderr.strip()
+    assert ok(prepare(byte_level())).stderr == ""
+    line = ok(prepare(make())).stderr.strip()
     assert line.startswith("prepare.py: the tokenizer gives ") and "\n" not in line
     assert "Bär ate 30 fishe" in line and f"becomes '{back}" in line and why in line
 
 
-def test_mostly_unknown_tokens_need_force(prepare, tmp_path):
-    assert_one_line(prepare(words()), "87% of the tokens are [UNK]", "--force takes it", code=1)
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (words, ["87% of the tokens are [UNK]", "--force takes it"]),
+        (unigram, ["of the tokens are <unk>", "--force takes it"]),
+        (lambda: Tokenizer(models.BPE()), ["the tokenizer finds no tokens in the text"]),
+    ],
+)
+def test_a_tokenizer_that_hardly_knows_the_text_is_one_line(make, said, prepare, tmp_path):
+    assert_one_line(prepare(make()), *said, code=1)
     assert not (tmp_path / "data").exists()
-    assert "87% of the tokens are [UNK]" in ok(prepare(words(), "--force")).stderr
+    if make is words:
+        assert said[0] in ok(prepare(words(), "--force")).stderr
 
 
-def test_a_tokenizer_without_tokens_is_one_line(prepare, tmp_path):
-    assert_one_line(prepare(Tokenizer(models.BPE())), "the tokenizer finds no tokens in the text", code=1)
-    assert not (tmp_path / "data").exists()
-
-
-def test_unknown_tokens_of_a_unigram_count_too(prepare):
-    """It names its unknown token by id."""
-    tokenizer = Tokenizer(models.Unigram())
-    learned("Unigram", CAT, tokenizer, unk_token="<unk>", special_tokens=["<unk>"], vocab_size=40)
-    assert_one_line(prepare(tokenizer), "of the tokens are <unk>", "--force takes it", code=1)
-
-
-def test_text_that_comes_back_has_no_line(prepare):
-    tokenizer = bytes_without_decoder()
-    tokenizer.decoder = decoders.ByteLevel()
-    assert ok(prepare(tokenizer)).stderr == ""
-
-
-def test_a_tokenizer_without_newlines_gets_another_default_prompt(tmp_path):
+def test_a_tokenizer_without_newlines_gets_another_default_prompt(prepare, tmp_path):
     """A training run ends with a sample, and sample.py needs no --prompt."""
-    tokenizer = learned("Bpe", CAT, whitespace(models.BPE(unk_token="[UNK]")), special_tokens=["[UNK]"])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    flags = ["--tokenizer", tmp_path, "--data_dir", tmp_path / "data"]
-    (tmp_path / "cat.txt").write_text(CAT, encoding="utf-8")
-    ok(here("--input", tmp_path / "cat.txt", *flags, script="data/prepare.py"))
+    ok(prepare(words(FISH)))
     ok(here(*SMALL, "--max_iters", 2, "--data_dir", tmp_path / "data", "--out_dir", tmp_path / "out"))
     assert ok(here("--out_dir", tmp_path / "out", "--device", "cpu", script="sample.py")).stdout
 
@@ -199,26 +190,25 @@ RECORDS = [
 
 
 @pytest.mark.parametrize("content, suffix, flags, text", RECORDS)
-def test_records_are_documents_with_a_blank_line_after_each(content, suffix, flags, text, tmp_path):
+def test_records_are_documents_with_a_blank_line_after_each(content, suffix, flags, text, call, tmp_path):
     file = tmp_path / f"records{suffix}"
     file.write_text(content, encoding="utf-8")
-    ok(here("--input", file, "--val", SAMPLE, "--data_dir", tmp_path / "data", *flags, script="data/prepare.py"))
+    ok(call("--input", file, "--val", SAMPLE, "--data_dir", tmp_path / "data", *flags))
     meta = json.loads((tmp_path / "data" / "meta.json").read_text(encoding="utf-8"))
     raw = (tmp_path / "data" / "train.bin").read_bytes()
     assert "".join(meta["chars"][i] for i in memoryview(raw).cast("H")) == text
 
 
-def test_records_for_a_model_end_with_its_end_token(tmp_path):
+def test_records_for_a_model_end_with_its_end_token(call, tmp_path):
     """An old folder of RoBERTa's kind has one in its vocabulary. Weights have no room for GPT-2's."""
-    tokenizer = bytes_without_decoder()
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = byte_level()
     tokenizer.add_tokens(["</s>"])
     tokenizer.model.save(str(tmp_path))
     vocab = json.loads((tmp_path / "vocab.json").read_text(encoding="utf-8"))
     (tmp_path / "vocab.json").write_text(json.dumps(vocab | {"</s>": len(vocab)}), encoding="utf-8")
     (tmp_path / "a.json").write_text('["One.", "Two."]', encoding="utf-8")
     flags = ["--tokenizer", tmp_path, "--data_dir", tmp_path / "data", "--val", SAMPLE]
-    ok(here("--input", tmp_path / "a.json", *flags, script="data/prepare.py"))
+    ok(call("--input", tmp_path / "a.json", *flags))
     ids = memoryview((tmp_path / "data" / "train.bin").read_bytes()).cast("H").tolist()
     end = tokenizer.token_to_id("</s>")
     assert ids.count(end) == 2 and ids[-1] == end
@@ -237,10 +227,10 @@ def test_records_for_a_model_end_with_its_end_token(tmp_path):
         ("tokenizer.model.v1", "\n\x0e\n\x05<unk>\udcff", ["is a SentencePiece model", "writes a tokenizer.json"]),
     ],
 )
-def test_what_is_no_tokenizer_is_one_line(name, content, words, tmp_path):
+def test_what_is_no_tokenizer_is_one_line(name, content, words, call, tmp_path):
     (tmp_path / name).write_text(content, encoding="utf-8", errors="surrogateescape")
-    flags = ["--tokenizer", tmp_path / name, "--data_dir", tmp_path / "data"]
-    assert_one_line(here("--input", SAMPLE, *flags, script="data/prepare.py"), *words, code=1)
+    result = call("--input", SAMPLE, "--tokenizer", tmp_path / name, "--data_dir", tmp_path / "data")
+    assert_one_line(result, *words, code=1)
 
 
 def test_a_config_that_git_lfs_has_not_fetched_is_named(tmp_path):
@@ -276,8 +266,8 @@ def test_a_config_that_git_lfs_has_not_fetched_is_named(tmp_path):
         ("a.txt", "version https://git-lfs.github.com/spec/v1\noid ab\n", ["is a Git LFS pointer", "git lfs pull"]),
     ],
 )
-def test_a_file_without_text_of_its_own_is_one_line(name, content, words, tmp_path):
+def test_a_file_without_text_of_its_own_is_one_line(name, content, words, call, tmp_path):
     (tmp_path / name).write_text(content, encoding="utf-8", errors="surrogateescape")
-    result = here("--input", tmp_path / name, "--data_dir", tmp_path / "data", script="data/prepare.py")
+    result = call("--input", tmp_path / name, "--data_dir", tmp_path / "data")
     assert_one_line(result, *words, tmp_path / name, code=1)
     assert not (tmp_path / "data").exists()
