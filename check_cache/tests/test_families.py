@@ -15,6 +15,8 @@ LLAMA = dict(COMMON, intermediate_size=48, num_key_value_heads=2, head_dim=8, pa
 WINDOW = dict(LLAMA, sliding_window=12)
 HALF_WINDOW = dict(WINDOW, layer_types=["sliding_attention", "full_attention"])
 EXPERTS = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+MAMBA = dict(hidden_size=32, num_hidden_layers=2, state_size=8, vocab_size=61)
+MAMBA_HEADS = dict(mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=16)
 FAMILIES = {
     "gpt2": GPT2,
     "gpt_bigcode": GPT2,
@@ -70,15 +72,7 @@ FAMILIES = {
         chunk_size=8,
         expand=2,
     ),
-    "falcon_h1": dict(
-        LLAMA,
-        mamba_d_ssm=64,
-        mamba_n_heads=8,
-        mamba_d_head=8,
-        mamba_n_groups=1,
-        mamba_d_state=8,
-        mamba_chunk_size=16,
-    ),
+    "falcon_h1": dict(LLAMA, **MAMBA_HEADS, mamba_d_ssm=64),
     "lfm2": dict(LLAMA, layer_types=["conv", "full_attention"]),
     "qwen3_next": dict(
         {**LLAMA, **EXPERTS},
@@ -89,26 +83,9 @@ FAMILIES = {
         layer_types=["linear_attention", "full_attention"],
         shared_expert_intermediate_size=24,
     ),
-    "mamba": dict(hidden_size=32, num_hidden_layers=2, state_size=8, vocab_size=61),
-    "mamba2": dict(
-        hidden_size=32,
-        num_hidden_layers=2,
-        state_size=8,
-        vocab_size=61,
-        num_heads=8,
-        head_dim=8,
-        n_groups=1,
-        chunk_size=16,
-    ),
-    "bamba": dict(
-        LLAMA,
-        attn_layer_indices=[1],
-        mamba_n_heads=8,
-        mamba_d_head=8,
-        mamba_n_groups=1,
-        mamba_d_state=8,
-        mamba_chunk_size=16,
-    ),
+    "mamba": MAMBA,
+    "mamba2": dict(MAMBA, num_heads=8, head_dim=8, n_groups=1, chunk_size=16),
+    "bamba": dict(LLAMA, **MAMBA_HEADS, attn_layer_indices=[1]),
     "jamba": dict(
         {**LLAMA, "num_hidden_layers": 4},
         attn_layer_period=2,
