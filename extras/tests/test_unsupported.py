@@ -1,16 +1,37 @@
 """What people pass as a checkpoint although it is none: one line says what it is and what to do."""
 
 import gzip
-import json
 import zipfile
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from extra_helpers import write_gpt2
 from extras.formats.checkpoint import load_checkpoint, load_model
 from helpers import assert_one_line, here, save_model, tiny
+
+LORA = save({"base_model.model.transformer.h.0.attn.c_attn.lora_A.weight": torch.zeros(8, 32)})
+GGUF = b"GGUF\x03\x00\x00\x00" + bytes(99)
+FILES = {
+    "adapter/adapter_config.json": b'{"peft_type": "LORA"}',
+    "adapter/adapter_model.safetensors": LORA,
+    "merged/adapter_config.json": b'{"peft_type": "LORA"}',  # and the base model's config.json
+    "merged/adapter_model.safetensors": LORA,
+    "lora.safetensors": LORA,
+    "loras/checkpoint-10/adapter_config.json": b"{}",
+    "text/names.txt": b"Ada\nBo\n",
+    "text/train.bin": bytes(99),
+    "text/meta.json": b"{}",
+    "m.gguf": GGUF,
+    "gguf/m.Q8_0.gguf": GGUF,
+    "page.pt": b"<!DOCTYPE html><html>Sign in</html>",
+    "lfs.pt": b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\n",
+    "empty.pt": b"",
+    "model.onnx": b"\x08\x0a",
+    "model.h5": b"\x89HDF\r\n\x1a\n",
+    "ckpt.pt.gz": gzip.compress(b"123"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -18,43 +39,17 @@ def files(tmp_path_factory):
     """A folder of files and folders from elsewhere."""
     files = tmp_path_factory.mktemp("files")
     write_gpt2(files / "hf")
-    for name in (
-        "adapter",
-        "merged",
-        "cache/snapshots/abc",
-        "trainer/checkpoint-500",
-        "weights",
-        "gguf",
-        "run",
-        "none",
-        "loras/checkpoint-10",
-        "text",
-    ):
-        (files / name).mkdir(parents=True)
-    save_model(files / "run", tiny())
-    config = (files / "hf" / "config.json").read_bytes()
-    lora = {"base_model.model.transformer.h.0.attn.c_attn.lora_A.weight": torch.zeros(8, 32)}
-    for folder in ("adapter", "merged"):  # the second has the base model's config.json too
-        (files / folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}), encoding="utf-8")
-        save_file(lora, files / folder / "adapter_model.safetensors")
-    (files / "loras" / "checkpoint-10" / "adapter_config.json").write_text("{}", encoding="utf-8")
-    (files / "text" / "names.txt").write_text("Ada\nBo\n", encoding="utf-8")
-    (files / "text" / "train.bin").write_bytes(bytes(99))
-    (files / "text" / "meta.json").write_text("{}", encoding="utf-8")
-    save_file(lora, files / "lora.safetensors")
-    for name in ("merged", "cache/snapshots/abc", "trainer/checkpoint-500"):
-        (files / name / "config.json").write_bytes(config)
+    config, weights = ((files / "hf" / name).read_bytes() for name in ("config.json", "model.safetensors"))
+    configs = dict.fromkeys(
+        (f"{name}/config.json" for name in ("merged", "cache/snapshots/abc", "trainer/checkpoint-500")), config
+    )
+    for name, content in (FILES | configs | {"weights/model.safetensors": weights}).items():
+        (files / name).parent.mkdir(parents=True, exist_ok=True)
+        (files / name).write_bytes(content)
     torch.save({"transformer.wte.weight": torch.zeros(2, 3)}, files / "hf" / "pytorch_model.bin")
-    (files / "weights" / "model.safetensors").write_bytes((files / "hf" / "model.safetensors").read_bytes())
-    for name in ("m.gguf", "gguf/m.Q8_0.gguf"):
-        (files / name).write_bytes(b"GGUF\x03\x00\x00\x00" + bytes(99))
-    (files / "page.pt").write_text("<!DOCTYPE html><html>Sign in</html>", encoding="utf-8")
-    (files / "lfs.pt").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\n", encoding="utf-8")
-    (files / "empty.pt").touch()
-    (files / "model.onnx").write_bytes(b"\x08\x0a")
-    (files / "model.h5").write_bytes(b"\x89HDF\r\n\x1a\n")
-    with gzip.open(files / "ckpt.pt.gz", "wb") as file:
-        file.write(b"123")
+    (files / "none").mkdir()
+    (files / "run").mkdir()
+    save_model(files / "run", tiny())
     with zipfile.ZipFile(files / "run.zip", "w") as file:
         file.write(files / "run" / "ckpt.pt", "out/ckpt.pt")
     return files
