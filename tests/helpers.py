@@ -75,25 +75,10 @@ def assert_one_line(result, *words, code=None):
         assert str(word) in lines[0], (word, result.stderr)
 
 
-HELP = """
-import runpy, sys
-path, before = [*sys.path], {*sys.modules}
-for script in sys.argv[1:]:
-    sys.argv, sys.path[:] = [script, "--help"], path
-    for name in {*sys.modules} - before:
-        if name.partition(".")[0] in ("extras", "model"):
-            del sys.modules[name]
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except SystemExit as error:
-        print("exit code", error.code)
-"""
-
-
 def assert_help(*scripts, **kwargs):
-    """Assert that scripts print their --help if no folder of ours is on the path. One process, which imports torch."""
-    said = ok(run("-P", "-c", HELP, *scripts, **kwargs)).stdout
-    assert said.count("exit code 0\n") == said.count("usage: ") == len(scripts), said
+    """Assert that scripts print their --help if no folder of ours is on the path."""
+    for script in scripts:
+        assert ok(run("-P", script, "--help", **kwargs)).stdout.startswith("usage: ")
 
 
 class Bomb:

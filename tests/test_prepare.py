@@ -104,9 +104,8 @@ def test_ctrl_c_in_the_middle_leaves_the_old_files_too(call, text, old, monkeypa
 
 def test_the_val_split_can_be_a_file_of_its_own(call, text, tmp_path):
     (tmp_path / "val.txt").write_text("März 1\n", encoding="utf-8")
-    assert (
-        "vocabulary" in ok(call("--input", text, "--val", tmp_path / "val.txt", "--data_dir", tmp_path / "data")).stdout
-    )
+    flags = ["--val", tmp_path / "val.txt", "--data_dir", tmp_path / "data"]
+    assert "vocabulary" in ok(call("--input", text, *flags)).stdout
     before = tree(tmp_path)
     result = call("--data_dir", tmp_path / "data")  # a plain command must not replace it
     assert_nothing_changed(result, tmp_path, before, "holds your own text", "val.txt (val)", "--force")

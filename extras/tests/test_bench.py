@@ -42,13 +42,11 @@ def test_a_variant_that_needs_too_much_memory_is_left_out_with_a_line(monkeypatc
 def test_the_parts_of_a_step_add_up():
     result = ok(here("--parts", "--shapes", "1/2/16/32", "--repeats", 1, script="extras/bench/__main__.py"))
     rows = [re.match(r"(.+?)  +([\d,]+)  +(\d+)%", line) for line in result.stdout.splitlines()[1:] if line]
-    *kinds, whole, _, _ = [
-        (name, int(us.replace(",", "")), int(share)) for name, us, share in map(re.Match.groups, rows)
-    ]
+    rows = [(name, int(us.replace(",", "")), int(share)) for name, us, share in map(re.Match.groups, rows)]
+    *kinds, whole, _, _ = rows
     assert kinds[0][0] == "products" and whole[0] == "the whole step" and whole[1] > 0
-    assert (
-        abs(sum(us for _, us, _ in kinds) - whole[1]) <= len(kinds) and 95 <= sum(share for *_, share in kinds) <= 105
-    )
+    assert abs(sum(us for _, us, _ in kinds) - whole[1]) <= len(kinds)
+    assert 95 <= sum(share for *_, share in kinds) <= 105
 
 
 # -- the baselines ----------------------------------------------------------------------------------------------------

@@ -40,10 +40,8 @@ def files(tmp_path_factory):
     files = tmp_path_factory.mktemp("files")
     write_gpt2(files / "hf")
     config, weights = ((files / "hf" / name).read_bytes() for name in ("config.json", "model.safetensors"))
-    configs = dict.fromkeys(
-        (f"{name}/config.json" for name in ("merged", "cache/snapshots/abc", "trainer/checkpoint-500")), config
-    )
-    for name, content in (FILES | configs | {"weights/model.safetensors": weights}).items():
+    base = {f"{name}/config.json": config for name in ("merged", "cache/snapshots/abc", "trainer/checkpoint-500")}
+    for name, content in (FILES | base | {"weights/model.safetensors": weights}).items():
         (files / name).parent.mkdir(parents=True, exist_ok=True)
         (files / name).write_bytes(content)
     torch.save({"transformer.wte.weight": torch.zeros(2, 3)}, files / "hf" / "pytorch_model.bin")

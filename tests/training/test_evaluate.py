@@ -207,9 +207,8 @@ def test_eval_only_of_a_run_reads_the_whole_val_split_whatever_the_run_read(data
     said = ok(here("--init_from", "resume", "--out_dir", tmp_path, "--eval_only")).stdout
     val = np.fromfile(data_dir / "val.bin", "<u2")
     assert f" {len(val) - 1:,} characters of the val split" in said
-    assert float(said.split()[2]) == pytest.approx(
-        plain_val_loss(load_model(tmp_path / "last.pt")[0], val, 32), abs=1e-4
-    )
+    loss = plain_val_loss(load_model(tmp_path / "last.pt")[0], val, 32)
+    assert float(said.split()[2]) == pytest.approx(loss, abs=1e-4)
 
 
 def test_text_of_other_characters_is_refused_and_the_line_says_how_to_prepare_it(trained, tmp_path):

@@ -439,12 +439,9 @@ def test_where_the_logits_of_pytorch_are_not_finite_there_is_no_text(network):
 def test_int8_is_refused_on_a_big_endian_machine(monkeypatch):
     """step.c takes four weights out of a word, the lowest byte first."""
     monkeypatch.setattr("sys.byteorder", "big")
-    model = round_weights(random_model(MODELS[0].config))
-    assert torch.equal(
-        Decoder(model, compile=True).generate(prompts(1, 3), 5, seed=1), model.generate(prompts(1, 3), 5, seed=1)
-    )
+    Decoder(MODELS[0], compile=True)
     with pytest.raises(CompileError, match="reads int8 weights on little-endian processors only"):
-        Decoder(model, compile=True, weights="int8")
+        Decoder(round_weights(random_model(MODELS[0].config)), compile=True, weights="int8")
 
 
 # -- threads and processes ---------------------------------------------------------------------------------------------

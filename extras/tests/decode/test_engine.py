@@ -236,25 +236,20 @@ def test_logits_that_are_nan_are_an_error_after_the_tokens_before(draft):
         assert len(ours) > 4 and torch.equal(ours, theirs[: len(ours)])
 
 
-def interrupt_at(model, call):
-    """Let the call-th forward of layer 1 raise KeyboardInterrupt, as Ctrl-C would. Returns the handle of the hook."""
+@pytest.mark.parametrize("overflow, steps", [("stop", 11), ("slide", 3 * CONTEXT)])
+@pytest.mark.parametrize("call", [1, 4, CONTEXT, CONTEXT + 2])
+def test_a_generation_goes_on_after_ctrl_c(call, overflow, steps):
+    """In a prefill, in a step, and in the prefill after a slide."""
     calls = itertools.count(1)
 
     def interrupt(*_):
         if next(calls) == call:
             raise KeyboardInterrupt
 
-    return model.transformer.h[1].mlp.register_forward_pre_hook(interrupt)
-
-
-@pytest.mark.parametrize("overflow, steps", [("stop", 11), ("slide", 3 * CONTEXT)])
-@pytest.mark.parametrize("call", [1, 4, CONTEXT, CONTEXT + 2])
-def test_a_generation_goes_on_after_ctrl_c(call, overflow, steps):
-    """In a prefill, in a step, and in the prefill after a slide."""
     model, idx = MODELS[0], prompts(2, 5)
     expected = model.generate(idx, steps, seed=1, overflow=overflow)
     generation, blocks = Decoder(model).stream(idx, steps, seed=1, overflow=overflow), [idx]
-    handle = interrupt_at(model, call)
+    handle = model.transformer.h[1].mlp.register_forward_pre_hook(interrupt)
     try:
         for _ in range(2):
             with contextlib.suppress(KeyboardInterrupt):

@@ -36,9 +36,8 @@ def expanded(numbers, scales, K):
 def test_weights_are_rounded_as_finely_as_q8_0_does(N, K, seed, exponent):
     weight = torch.randn(N, K, generator=torch.Generator().manual_seed(seed)) * 10**exponent
     numbers, scales = quantize(weight)
-    assert (
-        numbers.dtype == torch.int8 and numbers.shape == (N, -(-K // BLOCK), BLOCK) and scales.dtype == torch.bfloat16
-    )
+    assert (numbers.dtype, scales.dtype) == (torch.int8, torch.bfloat16)
+    assert numbers.shape == (N, -(-K // BLOCK), BLOCK)
     assert (numbers.abs().amax(2) == 127).all()  # no block leaves a part of the range unused
     error = (expanded(numbers, scales, K) - weight.double()).abs()
     for n in range(N):
