@@ -104,6 +104,10 @@ def entry(name, change):
     return damage
 
 
+def args(**settings):
+    return entry("model_args", lambda old: old | settings)
+
+
 def cut(file):
     """As a download that broke off."""
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
@@ -122,22 +126,16 @@ DAMAGES = [
     (bytes_of("ckpt.pt", lambda harm: pickle.dumps(Bomb(harm), protocol=2)), "could run code"),
     (bytes_of("ckpt.pt", saved({"state_dict": {}, "epoch": 3})), "does not have the model and model_args"),
     (bytes_of("ckpt.pt", saved([1, 2])), "does not have the model and model_args"),
-    (entry("model_args", lambda old: old | {"dropout": np.float64(0.0)}), r"contains numpy\._core.* could run code"),
+    (args(dropout=np.float64(0.0)), r"contains numpy\._core.* could run code"),
     (entry("model", lambda old: old | {"path": Path("x")}), r"contains pathlib\.PosixPath, which could run code"),
-    (entry("model_args", lambda old: old | {"n_layer": 10**9}), "n_layer is 1000000000, but it has 16 weights$"),
-    (
-        entry("model_args", lambda old: old | {"bias": True}),
-        r"Error.* for GPT: Missing key\(s\) in state_dict: .*bias\"",
-    ),
-    (entry("model_args", lambda old: old | {"bias": 1}), "bias=1: must be bool$"),
-    (entry("model_args", lambda old: old | {"n_head": 2.0}), "n_head=2.0: must be int$"),
-    (entry("model_args", lambda old: old | {"n_layer": True}), "n_layer=True: must be int$"),
+    (args(n_layer=10**9), "n_layer is 1000000000, but it has 16 weights$"),
+    (args(bias=True), r"Error.* for GPT: Missing key\(s\) in state_dict: .*bias\""),
+    (args(bias=1), "bias=1: must be bool$"),
+    (args(n_head=2.0), "n_head=2.0: must be int$"),
+    (args(n_layer=True), "n_layer=True: must be int$"),
     (entry("model", lambda old: {f"{name}s": p for name, p in old.items()}), "Missing key"),
-    (
-        entry("model_args", lambda old: old | {"n_embd": 16}),
-        r"size mismatch for transformer\.wte\.weight: .*12, 32.*12, 16",
-    ),
-    (entry("model_args", lambda old: old | {"mlp_ratio": 2}), "size mismatch for .*c_fc.weight"),
+    (args(n_embd=16), r"size mismatch for transformer\.wte\.weight: .*12, 32.*12, 16"),
+    (args(mlp_ratio=2), "size mismatch for .*c_fc.weight"),
     (entry("model", lambda old: old | {"lm_head.weight": old["lm_head.weight"] + 1}), "wte and lm_head differ"),
     (entry("model", lambda old: None), "model=None: must be dict$"),
     (entry("model", lambda old: dict(enumerate(old.values()))), "the weight 0 is not"),

@@ -47,17 +47,8 @@ UNREADABLE += ["--n_layers 3", "--n_lay 3", "stray", "--max_iters"]
 IMPOSSIBLE = [f"--{name}=-1" for name in ("n_layer", "batch_size", "patience", "threads")]
 IMPOSSIBLE += ["--n_layer=0", "--batch_size=0", "--max_iters=0", "--seed=99999999999999999999", "--loss=", "--beta2=1"]
 IMPOSSIBLE += [f"--{name}={value}" for name in ("learning_rate", "beta1", "mlp_ratio") for value in ("-0.1", "nan")]
-IMPOSSIBLE += [
-    "--dropout=1",
-    "--warmup_iters=-1",
-    "--mtp_weight=-1",
-    "--ngram_targets=1.5",
-    "--seed=-1",
-    "--grad_clip=nan",
-    "--n_kv_head=3",
-    "--activation=relu",
-]
-IMPOSSIBLE += ["--out_dir=", "--data_dir="]
+IMPOSSIBLE += "--dropout=1 --warmup_iters=-1 --mtp_weight=-1 --ngram_targets=1.5 --seed=-1 --grad_clip=nan".split()
+IMPOSSIBLE += "--n_kv_head=3 --activation=relu --out_dir= --data_dir=".split()
 
 
 @pytest.mark.parametrize("words", UNREADABLE + IMPOSSIBLE)

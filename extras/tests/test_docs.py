@@ -24,14 +24,7 @@ PACKAGES = ("check_cache", "extras/web")
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / name / "README.md" for name in ("lesson", *PACKAGES))]
 PAGES += [ROOT / "check_cache" / name for name in ("ADAPTERS.md", "FOUND.md")]
 FILES = [ROOT / "README.md", *PAGES]
-SCRIPTS = (
-    "data/prepare.py",
-    "train.py",
-    "sample.py",
-    "extras/bench/__main__.py",
-    "extras/export.py",
-    "extras/evaluate.py",
-)
+SCRIPTS = "data/prepare.py train.py sample.py extras/bench/__main__.py extras/export.py extras/evaluate.py".split()
 # what the scripts write
 WRITTEN = ("data/train.bin", "data/val.bin", "data/meta.json", "data/dev", "extras/decode/__pycache__")
 
