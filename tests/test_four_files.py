@@ -37,21 +37,10 @@ MISTAKES += [(f"{name}.py --dataset x", "unrecognized arguments: --dataset x", 2
 
 # one process for all commands, because most of the time of each would be the import of torch
 EACH = """
-import contextlib, io, json, runpy, sys
-results = []
-for sys.argv in json.loads(sys.argv[1]):
-    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
-    code = 0
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            runpy.run_path(sys.argv[0], run_name="__main__")
-        except SystemExit as error:
-            code = error.code or 0
-            if isinstance(code, str):
-                print(code, file=sys.stderr)
-                code = 1
-    results.append((code, *(stream.buffer.getvalue().decode() for stream in (out, err))))
-print(json.dumps(results))
+import json, sys
+from helpers import here
+results = [here(*flags, script=f"{sys.argv[1]}/{script}") for script, *flags in json.loads(sys.argv[2])]
+print(json.dumps([(result.returncode, result.stdout, result.stderr) for result in results]))
 """
 
 
@@ -77,7 +66,8 @@ def alone(tmp_path_factory):
         *(command.split() for command, _, _ in MISTAKES),
     ]
     commands = json.dumps([list(map(str, command)) for command in commands])
-    return folder, json.loads(ok(run("-c", EACH, commands, cwd=folder, env=ONE_THREAD)).stdout)
+    env = ONE_THREAD | {"PYTHONPATH": str(ROOT / "tests")}
+    return folder, json.loads(ok(run("-c", EACH, folder, commands, cwd=folder, env=env)).stdout)
 
 
 def test_it_prepares_trains_and_resumes_as_in_the_repository(alone, data_dir, tmp_path):
