@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from helpers import ROOT, SAMPLE, here, imported_names, ok, run
+from helpers import ROOT, SAMPLE, here, imported_names, ok, run, same
 from lesson_files import CACHE, FILES, INT8, MORE, PAGES, PREALLOCATED, README, RECOMPUTE, WINDOW, blocks, edited, load
 
 each_file = pytest.mark.parametrize("file", [*FILES, *MORE], ids=lambda file: file.name)
@@ -26,20 +26,14 @@ def test_it_needs_only_torch_and_fits_on_a_slide(file):
     assert max(map(len, source.splitlines())) <= 100 and len(source.splitlines()) <= 160
 
 
-def outputs(folder, *edits):
-    """Run the three files in a copy of the lesson. Returns the losses and the text of each, and its weights."""
-    (folder / "lesson").mkdir()
-    (folder / "data").mkdir()
+def run_copy(folder, file, *edits, end=""):
+    """Run an edited file of the lesson in a folder. Returns what it prints."""
+    for name in ("lesson", "data"):
+        (folder / name).mkdir(exist_ok=True)
     shutil.copy(SAMPLE, folder / "data")
-    found = []
-    for file in FILES:
-        script = folder / "lesson" / file.name
-        script.write_text(edited(file, *edits) + "    torch.save(model.state_dict(), 'weights.pt')\n", encoding="utf-8")
-        said = ok(run(script, cwd=folder, timeout=800, env={"OMP_NUM_THREADS": "1"})).stdout
-        text, seconds = said.rsplit("\n200 characters in ", 1)
-        assert re.fullmatch(r"[\d.]+ seconds\n", seconds)
-        found.append((text, torch.load(folder / "weights.pt")))
-    return found
+    script = folder / "lesson" / file.name
+    script.write_text(edited(file, *edits) + end, encoding="utf-8")
+    return ok(run(script, cwd=folder, timeout=800, env={"OMP_NUM_THREADS": "1"})).stdout
 
 
 def stacked(weights):
@@ -52,20 +46,21 @@ def stacked(weights):
     return weights
 
 
-def assert_equal(found):
-    (text, weights), (text_2, weights_2), (text_3, weights_3) = found
-    assert len(text) > 200
-    assert text == text_2 == text_3
-    assert weights.keys() == weights_2.keys()
-    assert all(torch.equal(weights[name], weights_2[name]) for name in weights)
-    for name, weight in stacked(weights).items():
-        torch.testing.assert_close(weights_3[name], weight)
-
-
 @pytest.mark.slow
 def test_the_three_texts_are_equal(tmp_path):
     """After a fortieth of the training."""
-    assert_equal(outputs(tmp_path, ("= 800, 4, 6e-3", "= 20, 4, 6e-3")))
+    texts, weights = [], []
+    for file in FILES:
+        end = "    torch.save(model.state_dict(), 'weights.pt')\n"
+        said = run_copy(tmp_path, file, ("= 800, 4, 6e-3", "= 20, 4, 6e-3"), end=end)
+        text, seconds = said.rsplit("\n200 characters in ", 1)
+        assert re.fullmatch(r"[\d.]+ seconds\n", seconds)
+        texts.append(text)
+        weights.append(torch.load(tmp_path / "weights.pt"))
+    assert len(texts[0]) > 200 and texts == texts[:1] * 3
+    assert same(weights[0], weights[1])
+    for name, weight in stacked(weights[0]).items():
+        torch.testing.assert_close(weights[2][name], weight)
 
 
 def test_all_heads_at_once_compute_what_separate_heads_compute():
@@ -196,11 +191,6 @@ def test_int8_is_off_by_rounding_only():
 @pytest.mark.slow
 def test_each_of_them_ends_with_its_time_and_its_memory(tmp_path):
     for file, last in zip(MORE, ("65,536 bytes", "58 pages", "64,000 bytes"), strict=True):
-        script = tmp_path / "lesson" / file.name
-        script.parent.mkdir(exist_ok=True)
-        (tmp_path / "data").mkdir(exist_ok=True)
-        shutil.copy(SAMPLE, tmp_path / "data")
-        script.write_text(edited(file, ("= 800, 4, 6e-3", "= 5, 4, 6e-3")), encoding="utf-8")
-        lines = ok(run(script, cwd=tmp_path, timeout=800, env={"OMP_NUM_THREADS": "1"})).stdout.splitlines()
+        lines = run_copy(tmp_path, file, ("= 800, 4, 6e-3", "= 5, 4, 6e-3")).splitlines()
         assert lines[-1].startswith(last) and f"{last.split()[0]} " in blocks("diff")[0] + README
         assert any(line.endswith(" seconds") for line in lines[-3:])

@@ -98,24 +98,31 @@ def tensor(name, value):
     return damage
 
 
-def metadata(**entries):
-    """Other model_args in model.onnx."""
+def graph_of(change):
+    """Another model.onnx."""
 
     def damage(files):
         proto = onnx.load(files / "model.onnx")
-        (args,) = [each for each in proto.metadata_props if each.key == "model_args"]
-        args.value = json.dumps(json.loads(args.value) | entries)
+        change(proto)
         onnx.save(proto, files / "model.onnx")
 
     return damage
 
 
-def zeros(files):
-    proto = onnx.load(files / "model.onnx")
+def metadata(**entries):
+    """Other model_args in model.onnx."""
+
+    def change(proto):
+        (args,) = [each for each in proto.metadata_props if each.key == "model_args"]
+        args.value = json.dumps(json.loads(args.value) | entries)
+
+    return graph_of(change)
+
+
+def zeros(proto):
     for tensor in proto.graph.initializer:
         if tensor.data_type == onnx.TensorProto.FLOAT:
             tensor.CopyFrom(onnx.numpy_helper.from_array(0 * onnx.numpy_helper.to_array(tensor), tensor.name))
-    onnx.save(proto, files / "model.onnx")
 
 
 def in_two_shards(change):
@@ -150,25 +157,19 @@ def moved(shards, index):
     index |= dict.fromkeys(shards[first], second)
 
 
-def without_metadata(files):
-    proto = onnx.load(files / "model.onnx")
-    del proto.metadata_props[:]
-    onnx.save(proto, files / "model.onnx")
-
-
 DAMAGES = [
     # what is read, the damage, a word of the message
     ("ckpt.pt", bad_header, "is damaged, or not a checkpoint of a GPT"),
     ("meta.pkl", bytes_of("meta.pkl", pickle.dumps({"itos": {1: "a"}})), "not a nanoGPT meta"),
     ("meta.pkl", bytes_of("meta.pkl", lambda harm: pickle.dumps({"itos": Bomb(harm)})), "plain values"),
     ("model.onnx", bytes_of("model.onnx", b"no graph"), "cannot be read"),
-    ("model.onnx", without_metadata, "not written by export.py"),
+    ("model.onnx", graph_of(lambda proto: proto.ClearField("metadata_props")), "not written by export.py"),
     ("model.onnx", metadata(n_layer=10**9), "n_layer is 1000000000"),
     ("model.onnx", metadata(n_embd=64), "cannot be run|sizes that its metadata"),
     ("model.onnx", metadata(n_head=2, n_kv_head=2), "cannot be run|sizes that its metadata"),
     ("model.onnx", metadata(block_size=2**12), "cannot be run"),
     ("model.onnx", metadata(n_layer=1), "is missing, or was added"),
-    ("model.onnx", zeros, "every token gets the logit 0.0"),
+    ("model.onnx", graph_of(zeros), "every token gets the logit 0.0"),
     ("hf", without("hf/config.json"), "config.json"),
     ("hf", json_of("hf/config.json", lambda old: old.update(model_type="llama")), "llama"),
     ("hf", json_of("hf/config.json", lambda old: old["rope_parameters"].update(rope_theta=5e5)), "theta"),

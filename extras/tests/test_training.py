@@ -115,17 +115,14 @@ def test_the_plot_of_a_run_is_drawn(rows, out):
         assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_folder_without_a_log_has_no_plot_and_one_line_says_so(tmp_path):
+@pytest.mark.parametrize("log", [None, b"step,train_loss,val_loss\na,2.5,\n", b"loss\n3\n", b"\xff"])
+def test_a_log_that_is_missing_or_of_another_kind_is_one_line(log, tmp_path):
     pytest.importorskip("matplotlib")
-    assert_one_line(plot(tmp_path), tmp_path / "log.csv", code=1)
-    assert not [*tmp_path.iterdir()]
-
-
-@pytest.mark.parametrize("log", [b"step,train_loss,val_loss\na,2.5,\n", b"loss\n3\n", b"\xff"])
-def test_a_log_of_another_kind_is_one_line(log, tmp_path):
-    pytest.importorskip("matplotlib")
-    (tmp_path / "log.csv").write_bytes(log)
-    assert_one_line(plot(tmp_path), f"{tmp_path / 'log.csv'} is not the log of a run (", code=1)
+    if log:
+        (tmp_path / "log.csv").write_bytes(log)
+    words = f"{tmp_path / 'log.csv'} is not the log of a run (" if log else tmp_path / "log.csv"
+    assert_one_line(plot(tmp_path), words, code=1)
+    assert not [*tmp_path.glob("*.png")]
 
 
 def test_a_plot_without_matplotlib_is_one_line(out, monkeypatch):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extra_helpers import TEXT, assert_same_as_alone, needs_compiler
+from extra_helpers import NETWORKS, TEXT, assert_same_as_alone, needs_compiler
 from extras.decode.c_pack import int8_panels
 from extras.decode.engine import Decoder
 from extras.decode.ngrams import count_ngrams
@@ -77,15 +77,9 @@ def test_more_rows_than_are_rounded_at_a_time():
 
 # -- the C backend -----------------------------------------------------------------------------------------------------
 
-NETWORKS = [
-    dict(n_embd=20, n_head=4, activation="gelu"),  # rows that end within a block
-    dict(n_embd=96, n_head=2, activation="swiglu", pos_emb="rope", qk_norm=True, norm_first=False, mlp_ratio=5),
-    dict(n_embd=2, n_head=1, vocab_size=2, block_size=3, pos_emb="rope"),
-]
-
 
 @needs_compiler
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("network", NETWORKS[::2])
 def test_every_network_in_int8_gets_the_tokens_of_its_rounded_weights(network):
     """The step in int8 adds the same numbers in the same order as the one in float32, so the texts are equal."""
     model = round_weights(random_model(GPTConfig(**dict(block_size=70, vocab_size=V, n_layer=2) | network)))
