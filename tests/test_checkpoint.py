@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import model
-from helpers import Bomb, bytes_of, load, ok, random_model, run, same, save_model, saved, tiny
+from helpers import Bomb, bytes_of, load, random_model, same, save_model, saved, tiny
 from model import GPTConfig, build_model, load_checkpoint, load_model, save_checkpoint
 
 ARGS = dict(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=5, bias=False, dropout=0.0)
@@ -50,15 +50,6 @@ def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch
     monkeypatch.setattr(torch, "load", refuse)
     with pytest.raises(PermissionError):
         load_checkpoint(tmp_path / "ckpt.pt")
-
-
-@pytest.mark.slow
-def test_loading_imports_no_compiler_and_none_of_the_other_formats():
-    """torch._dynamo alone takes longer than the rest of a short run."""
-    script = "import sys, model, sample; sample.load_model(model.PRETRAINED); print(*sys.modules)"
-    loaded = ok(run("-c", script)).stdout.split()
-    foreign = ("torch._dynamo", "extras", "tokenizers")
-    assert "model" in loaded and not [name for name in loaded if name.startswith(foreign)]
 
 
 def test_model_py_loads_the_folder_of_a_run_and_says_who_loads_a_model_with_a_tokenizer(tmp_path):

@@ -1,16 +1,13 @@
-"""The pretrained model that comes with the code, and the scripts that use it before any training."""
+"""The pretrained model that comes with the code."""
 
 import math
-import shutil
 from contextlib import nullcontext
 
 import pytest
 
-from helpers import ROOT, assert_one_line, here, ok
+from helpers import ROOT
 from model import PRETRAINED, build_model, load_checkpoint
 from train import evaluate, load_dataset
-
-NOTE = f"using {PRETRAINED}, step 7000"
 
 
 def test_it_is_small_and_has_no_state_of_its_training():
@@ -35,15 +32,3 @@ def test_its_val_loss_is_the_one_in_the_file():
         pytest.skip("data/ does not hold tiny Shakespeare")
     loss = evaluate(build_model(checkpoint), val, math.inf, nullcontext())
     assert loss == pytest.approx(checkpoint["best_val_loss"], abs=1e-4) and loss < 1.45
-
-
-@pytest.mark.slow
-def test_sample_uses_it_only_if_nothing_was_named_and_out_is_empty(trained, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    flags = ["--prompt", "O ", "--max_new_tokens", "9", "--device", "cpu"]
-    result = ok(here(*flags, script="sample.py"))
-    assert NOTE in result.stderr
-    assert_one_line(here(*flags, "--out_dir", "out", script="sample.py"), "no checkpoint at out")
-    shutil.copytree(trained, tmp_path / "out")
-    own = ok(here(*flags, script="sample.py"))
-    assert NOTE not in own.stderr and own.stdout != result.stdout

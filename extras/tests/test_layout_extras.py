@@ -48,14 +48,15 @@ PLAIN = """
 import runpy, sys
 sys.argv = ["sample.py", "--ckpt", "assets/shakespeare.pt", "--device", "cpu", "--max_new_tokens", "2"]
 runpy.run_path("sample.py", run_name="__main__")
-print("\\n", *sorted(name for name in sys.modules if name.startswith("extras.")))
+print("\\n", *sys.modules)
 """
 
 
 def test_sample_py_opens_no_door_that_no_flag_or_file_asks_for():
     """A checkpoint of characters is read and sampled by model.py and sample.py alone."""
     *_, modules = ok(run("-c", PLAIN)).stdout.splitlines()
-    assert modules.split() == ["extras.threads"]
+    dear = ("extras.", "tokenizers", "torch._dynamo")  # torch's compiler takes longer to import than a short run
+    assert [name for name in modules.split() if name.startswith(dear)] == ["extras.threads"]
 
 
 def test_check_cache_is_a_package_of_its_own():

@@ -1,11 +1,9 @@
-"""Evaluation: what it reads, that it can be interrupted, and --eval_only and --init_from for any model."""
+"""Evaluation: what it reads, and --eval_only and --init_from for any model."""
 
 import itertools
 import math
 import re
 import shutil
-import signal
-import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -17,22 +15,16 @@ from hypothesis import strategies as st
 
 import train
 from helpers import (
-    SAMPLE,
-    STATEFUL,
     TINY,
     assert_one_line,
-    assert_same_run,
     contents,
     here,
     load,
     log,
     ok,
     plain_val_loss,
-    progress,
     random_model,
     same,
-    start,
-    write,
     write_ids,
 )
 from model import GPT, CharTokenizer, GPTConfig, load_model
@@ -130,43 +122,6 @@ def test_eval_iters_is_in_batches(data_dir, tmp_path):
     flags = ["--init_from", tmp_path / "ckpt.pt", "--data_dir", data_dir, "--eval_only", "--device", "cpu"]
     said = ok(here(*flags, "--batch_size", 4, "--eval_iters", 3)).stdout
     assert float(said.split()[2]) == pytest.approx(loss, abs=1e-4) and " 384 characters of the val split" in said
-
-
-# -- interrupted -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def long_run(tmp_path_factory):
-    """(flags, out_dir): a run whose evaluations take long, and the folder of that run undisturbed."""
-    folder, text = tmp_path_factory.mktemp("long"), SAMPLE.read_text(encoding="utf-8")
-    tokenizer = CharTokenizer("".join(sorted(set(text))))
-    ids = tokenizer.encode(text)
-    write(folder / "data", tokenizer.state_dict(), len(tokenizer.vocab), ids, ids * 40)
-    flags = [*STATEFUL, "--data_dir", folder / "data", "--eval_interval", 2, "--max_iters", 4, "--log_interval", 1]
-    flags += ["--eval_iters", 10**6, "--save_interval", 1]  # last.pt of step 1 tells that step 2 is about to begin
-    ok(here(*flags, "--out_dir", folder / "whole"))
-    return flags, folder / "whole"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGINT", "SIGKILL"])
-def test_a_run_stopped_or_killed_in_an_evaluation_is_the_same_run(name, long_run, tmp_path):
-    """Ctrl-C waits for the evaluation. A kill costs the steps since the last save."""
-    flags, whole = long_run
-    out = tmp_path / "out"
-    process = start(*flags, "--out_dir", out)
-    while not (out / "last.pt").exists():
-        time.sleep(0.01)
-    time.sleep(0.4)
-    process.send_signal(getattr(signal, name))
-    said, _ = process.communicate(timeout=60)
-    assert (out / "ckpt.pt").exists() == (name == "SIGINT")
-    assert load(out / "last.pt")["iter_num"] == (2 if name == "SIGINT" else 1)
-    assert process.returncode == (130 if name == "SIGINT" else -signal.SIGKILL)
-    assert ("stopped at step 2 of 4 and saved" in said) == (name == "SIGINT")
-    ok(here("--init_from", "resume", "--out_dir", out))
-    assert_same_run(whole, out)
-    assert progress(whole) == progress(out)
 
 
 # -- any model ---------------------------------------------------------------------------------------------------------
