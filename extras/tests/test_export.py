@@ -13,7 +13,7 @@ from extras.formats.checkpoint import load_checkpoint, load_model
 from extras.formats.hf_write import GRAPH
 from extras.formats.onnx import OnnxGPT, write_onnx
 from helpers import PROMPT, assert_one_line, here, ok, run, sample, save_model, tiny
-from model import GPT, build_model
+from model import GPT, PRETRAINED, build_model
 
 
 @pytest.fixture(scope="module")
@@ -104,12 +104,14 @@ def test_an_export_of_older_weights_is_refused(format, tmp_path):
 @pytest.mark.slow
 def test_export_mistakes_are_one_line(trained, tmp_path):
     save_model(tmp_path, tiny(**POST_LN))
+    (tmp_path / "out").touch()
     for flags, words in (
         ([], ["--format"]),
         (["--format", "gguf"], ["gguf"]),
         (["--format", "onnx", "--ckpt", tmp_path / "none.pt"], ["none.pt"]),
         (["--format", "hf", "--out_dir", tmp_path], ["norm_first=False"]),
         (["--format", "web", "--onnx"], ["--onnx", "--format web"]),
+        (["--format", "onnx", "--ckpt", PRETRAINED, "--out_dir", tmp_path / "out"], ["out (File exists)"]),
     ):
         assert_one_line(here(*flags, script="extras/export.py"), *words)
     assert not (tmp_path / "hf").exists()

@@ -150,13 +150,6 @@ def test_a_folder_that_cannot_be_written_is_one_line_with_a_way_out(command, wor
     assert_one_line(result, f"cannot write to {tmp_path} (Read-only file system): ", words, code=1)
 
 
-def test_an_out_dir_that_is_a_file_is_one_line(tmp_path):
-    (tmp_path / "out").touch()
-    flags = ["--format", "onnx", "--ckpt", ROOT / "assets" / "shakespeare.pt", "--out_dir", tmp_path / "out"]
-    line = f"cannot write to {tmp_path / 'out'} (File exists)"
-    assert_one_line(here(*flags, script="extras/export.py"), line, code=1)
-
-
 # -- hints for what people type who come from nanoGPT, or guess --------------------------------------------------------
 
 HINTS = [

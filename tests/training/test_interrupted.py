@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from io import StringIO
 from unittest.mock import Mock
 
@@ -41,12 +41,12 @@ def kill_at(n):
 
 @pytest.fixture
 def go(data_dir):
-    """go(out_dir, disturb, *flags) starts or resumes a run in out_dir. Returns its exit code and events.
+    """go(out_dir, *flags, disturb) starts or resumes a run in out_dir. Returns its exit code and events.
 
     disturb(number, name, stop)  is called before each event. stop(signum) is what the system does with a signal
     """
 
-    def go(out_dir, disturb=lambda number, name, stop: None, *flags):
+    def go(out_dir, *flags, disturb=lambda number, name, stop: None):
         events, handlers = [], {}
 
         def announced(name, do):
@@ -107,18 +107,30 @@ def assert_undisturbed(whole, out_dir, signaled=False):
         assert same(ours, theirs)
 
 
-def test_a_run_killed_before_anything_it_does_resumes_to_the_same_run_and_log(whole, go, tmp_path):
+# with patience, a resume that evaluated again must not count that evaluation twice
+PATIENCE = "--learning_rate 0 --patience 2 --max_iters 30 --eval_interval 2".split()
+
+
+@pytest.mark.parametrize(
+    "flags, rows",
+    [
+        ([], [(2, False), (3, True), (4, False), (5, True)]),
+        pytest.param(PATIENCE, [(2, True), (4, True), (6, True)], marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_killed_before_anything_it_does_resumes_to_the_same_run_and_log(flags, rows, go, tmp_path):
     """First, what is due is logged: otherwise we would compare empty logs."""
-    out_dir, events = whole
-    rows = [(int(step), bool(val_loss)) for step, _, val_loss, _ in progress(out_dir)]
-    assert rows == [(2, False), (3, True), (4, False), (5, True)] and events.count("step") == 5
+    whole = tmp_path / "whole"
+    _, events = go(whole, *flags)
+    assert [(int(step), bool(val_loss)) for step, _, val_loss, _ in progress(whole)] == rows
+    assert events.count("step") == rows[-1][0]
     for n in range(len(events)):
         out = tmp_path / str(n)
         with pytest.raises(Killed):
-            go(out, kill_at(n))
-        assert progress(out) == progress(out_dir)[: len(log(out))]
-        go(out)
-        assert_undisturbed(out_dir, out)
+            go(out, *flags, disturb=kill_at(n))
+        assert progress(out) == progress(whole)[: len(log(out))]
+        go(out, *flags)
+        assert_undisturbed(whole, out)
 
 
 def test_a_run_stopped_by_a_signal_at_any_time_resumes_to_the_same_run(whole, go, tmp_path):
@@ -130,7 +142,7 @@ def test_a_run_stopped_by_a_signal_at_any_time_resumes_to_the_same_run(whole, go
                 stop(signal.SIGTERM)
 
         out = tmp_path / str(n)
-        code, done = go(out, stop_at)
+        code, done = go(out, disturb=stop_at)
         steps = done.count("step")
         # it stops after the step, or after the next one, and saves it: during an evaluation, when that has ended
         before = events[:n].count("step")
@@ -139,19 +151,6 @@ def test_a_run_stopped_by_a_signal_at_any_time_resumes_to_the_same_run(whole, go
         assert load(out / "last.pt")["iter_num"] == int(log(out)[-1]["step"]) == steps
         go(out)
         assert_undisturbed(out_dir, out, signaled=True)
-
-
-@pytest.mark.slow
-def test_patience_counts_the_same_evaluations_in_a_run_that_was_killed(go, tmp_path):
-    """A resume that evaluated again must not count that evaluation twice."""
-    flags = "--learning_rate 0 --patience 2 --max_iters 30 --eval_interval 2".split()
-    _, events = go(tmp_path / "whole", lambda *event: None, *flags)
-    assert [int(row[0]) for row in progress(tmp_path / "whole") if row[2]] == [2, 4, 6]
-    for n in range(events.index("evaluate"), len(events)):
-        with suppress(Killed):
-            go(tmp_path / str(n), kill_at(n), *flags)
-        go(tmp_path / str(n), lambda *event: None, *flags)
-        assert_undisturbed(tmp_path / "whole", tmp_path / str(n))
 
 
 @pytest.mark.parametrize("value, intervals", [(math.inf, (100, 1)), (1e38, (4, 5))])
@@ -166,10 +165,10 @@ def test_weights_that_are_broken_replace_no_file(value, intervals, go, tmp_path,
             for p in made[-1].parameters():
                 p.data.fill_(value)
 
-    go(tmp_path, lambda *event: None, "--max_iters", "3")
+    go(tmp_path, "--max_iters", "3")
     before = {name: (tmp_path / name).read_bytes() for name in ("ckpt.pt", "last.pt")}
     flags = [word for name, n in zip(("eval", "save", "log"), (*intervals, 5)) for word in (f"--{name}_interval", n)]
-    code, events = go(tmp_path, spoil, "--max_iters", "9", *flags)
+    code, events = go(tmp_path, "--max_iters", "9", *flags, disturb=spoil)
     assert "the loss or a weight is not finite" in code
     assert [event for event in events if event != "number"] == (["step", "evaluate"] if 4 in intervals else ["step"])
     assert {name: (tmp_path / name).read_bytes() for name in before} == before

@@ -20,7 +20,7 @@ from extras.decode import cuda_graph, guard
 from extras.decode.c_step import CompileError, compile_step
 from extras.decode.engine import Decoder, Generation
 from helpers import ROOT, V, random_model
-from model import ACTIVATIONS, GPT, MLP, GPTConfig, Sampling
+from model import ACTIVATIONS, MLP, GPTConfig, Sampling
 
 pytestmark = needs_compiler
 
@@ -174,6 +174,7 @@ REFUSED = {
     "smaller head": (set_weight("lm_head", V - 1, 32), "22, 32.*23, 32"),
     "shorter positions": (set_weight("transformer.wpe", 7, 32), "7, 32.*16, 32"),
     "two dtypes": (set_weight("transformer.h.1.attn.c_proj", 32, 32, dtype=torch.float64), "float64"),
+    "bfloat16": (lambda model: model.bfloat16(), "float32.*bfloat16"),
     "another config": (lambda model: setattr(model.config, "n_head", 2), "fit its config"),
     "another activation": (
         set_attribute("transformer.h.1.mlp", "activation", ACTIVATIONS["swiglu"]),
@@ -238,8 +239,3 @@ def test_a_setting_of_the_sampler_that_step_c_does_not_know_is_refused():
     assert len(list(Generation(decoder, prompt, 3, NewSampling(seed=1)))) > 0
     with pytest.raises(CompileError, match=r"step\.c has no min_p$"):
         Generation(decoder, prompt, 3, NewSampling(seed=1, min_p=0.1))
-
-
-def test_other_numbers_than_float32_are_refused():
-    with pytest.raises(CompileError, match=r"float32.*bfloat16"):
-        compiled(GPT(GPTConfig(8, 7, 1, 1, 8)).bfloat16())
