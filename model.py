@@ -39,6 +39,8 @@ def checked(name, value, kind):
     """Return a value of a kind. A NumPy or torch scalar becomes a plain number. Raises ValueError for anything else."""
     if getattr(value, "ndim", None) == 0:
         value = value.item()
+    if isinstance(value, float) and value.is_integer() and isinstance(0, kind):
+        value = int(value)  # 5.0 is 5, but 2.5 is neither 2 nor 3
     kinds = kind | int if isinstance(0.5, kind) else kind  # an int may stand for a float
     nan = isinstance(value, float) and math.isnan(value)
     if nan or not isinstance(value, kinds) or isinstance(value, bool) != (kind is bool):
@@ -487,12 +489,7 @@ class Sampling:
         if self.seed is None:
             self.seed = int(torch.randint(2**63 - 1, ()))
         for f in fields(self):
-            kind = f.type | float if f.name in ("top_k", "seed") else f.type
-            setattr(self, f.name, checked(f.name, getattr(self, f.name), kind))
-        for name in ("top_k", "seed"):  # 5.0 is 5, but 2.5 is neither 2 nor 3
-            value = getattr(self, name)
-            require(self, name, value is None or value // 1 == value, "must be a whole number")
-            setattr(self, name, value if value is None else int(value))
+            setattr(self, f.name, checked(f.name, getattr(self, f.name), f.type))
         require(self, "temperature", 0 <= self.temperature < 1e30, "must be at least 0 and below 1e30")
         require(self, "top_k", self.top_k is None or 1 <= self.top_k < 2**63, "must be at least 1 and below 2**63")
         require(self, "top_p", self.top_p is None or 0 < self.top_p <= 1, "must be above 0 and at most 1")

@@ -130,7 +130,7 @@ DAMAGES = [
         r"Error.* for GPT: Missing key\(s\) in state_dict: .*bias\"",
     ),
     (entry("model_args", lambda old: old | {"bias": 1}), "bias=1: must be bool$"),
-    (entry("model_args", lambda old: old | {"n_head": 2.0}), "n_head=2.0: must be int$"),
+    (entry("model_args", lambda old: old | {"n_head": 2.5}), "n_head=2.5: must be int$"),
     (entry("model_args", lambda old: old | {"n_layer": True}), "n_layer=True: must be int$"),
     (entry("model", lambda old: {f"{name}s": p for name, p in old.items()}), "Missing key"),
     (
