@@ -555,20 +555,18 @@ def require_finite(logits):
 NEAR_TIE = 1e-4
 
 
-def near_tie(logits, noise, picks, sampling):
-    """Return whether rounding alone can explain two different picks, token ids, from the same logits `(V,)`.
+def near_tie(logits, noise, token, sampling):
+    """Return whether rounding alone can explain that a token, an id, was picked from logits `(V,)`.
 
-    Each must win once its logit is NEAR_TIE closer to winning. We move it together with all logits on its side of the
-    other one, because that also moves the edge of top_p between them.
+    It must win once its logit is NEAR_TIE closer to that of our own pick. We move it together with all logits on its
+    side of the pick, because that also moves the edge of top_p between them.
     """
     logits = logits.float()
-    for pick, other in (picks, picks[::-1]):
-        raised = logits > logits[other] if logits[pick] >= logits[other] else logits <= logits[pick]
-        raised[pick] = True
-        moved = logits + torch.where(raised, NEAR_TIE / 2, -NEAR_TIE / 2)
-        if sample_token(moved, noise, sampling) != pick:
-            return False
-    return True
+    pick = sample_token(logits, noise, sampling)
+    raised = logits > logits[pick] if logits[token] >= logits[pick] else logits <= logits[token]
+    raised[token] = True
+    moved = logits + torch.where(raised, NEAR_TIE / 2, -NEAR_TIE / 2)
+    return sample_token(moved, noise, sampling).item() == token
 
 
 def gumbel_noise(seed, samples, steps, vocab_size):
@@ -765,10 +763,10 @@ def build_model(checkpoint):
         for name, p in model.named_parameters():
             if not p.isfinite().all():
                 raise ValueError(f"{name} contains infinity or NaN")
-        if config.tie_weights and not torch.equal(model.transformer["wte"].weight, model.lm_head.weight):
-            raise ValueError("wte and lm_head differ, although tie_weights makes them one matrix")
-    if config.tie_weights:  # assign=True has untied them
-        model.transformer["wte"].weight = model.lm_head.weight
+        if config.tie_weights:
+            if not torch.equal(model.transformer["wte"].weight, model.lm_head.weight):
+                raise ValueError("wte and lm_head differ, although tie_weights makes them one matrix")
+            model.transformer["wte"].weight = model.lm_head.weight  # assign=True has untied them
     model.source = f"{path}, step {checkpoint.get('iter_num', 'unknown')}"
     model.ngrams = checkpoint.get("ngrams")
     return model
