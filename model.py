@@ -224,12 +224,10 @@ class CausalSelfAttention(nn.Module):
 def rotate(x, cos, sin):
     """Apply rotary position embedding to x `(B, n, T, hs)`, with cos and sin of rope_table, `(1, T, hs)` each.
 
-    Coordinate i is paired with i + hs / 2 (the "rotate-half" layout). The first half of sin is already negated, which
-    saves operations: in eager mode, every one costs time.
+    Coordinate i is paired with i + hs / 2 (the "rotate-half" layout).
     """
     first, second = x.float().chunk(2, dim=-1)  # rotate in float32, whatever the dtype of x
-    swapped = torch.cat((second, first), dim=-1)
-    return torch.addcmul(x * cos, swapped, sin).type_as(x)
+    return torch.addcmul(x * cos, torch.cat((-second, first), dim=-1), sin).type_as(x)
 
 
 def rope_table(config):
@@ -237,9 +235,7 @@ def rope_table(config):
     hs = config.head_size
     frequency = 10000.0 ** (-torch.arange(0, hs, 2, device="cpu") / hs)
     angle = torch.outer(torch.arange(config.block_size, device="cpu"), frequency).repeat(1, 2)
-    sin = angle.sin()
-    sin[:, : hs // 2].neg_()
-    return torch.stack((angle.cos(), sin))
+    return torch.stack((angle.cos(), angle.sin()))
 
 
 class MLP(nn.Module):

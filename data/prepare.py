@@ -181,9 +181,6 @@ def main():
 
 
 if __name__ == "__main__":
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed, as daemons have it
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     if hasattr(sys.stdout, "reconfigure"):  # a notebook's stdout has no reconfigure
         sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")  # on Windows too, and for any file name
     try:
