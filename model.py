@@ -39,6 +39,8 @@ def checked(name, value, kind):
     """Return a value of a kind. A NumPy or torch scalar becomes a plain number. Raises ValueError for anything else."""
     if getattr(value, "ndim", None) == 0:
         value = value.item()
+    if isinstance(value, float) and value.is_integer() and isinstance(0, kind):
+        value = int(value)  # 5.0 is 5, but 2.5 is neither 2 nor 3
     kinds = kind | int if isinstance(0.5, kind) else kind  # an int may stand for a float
     nan = isinstance(value, float) and math.isnan(value)
     if nan or not isinstance(value, kinds) or isinstance(value, bool) != (kind is bool):
@@ -222,12 +224,10 @@ class CausalSelfAttention(nn.Module):
 def rotate(x, cos, sin):
     """Apply rotary position embedding to x `(B, n, T, hs)`, with cos and sin of rope_table, `(1, T, hs)` each.
 
-    Coordinate i is paired with i + hs / 2 (the "rotate-half" layout). The first half of sin is already negated, which
-    saves operations: in eager mode, every one costs time.
+    Coordinate i is paired with i + hs / 2 (the "rotate-half" layout).
     """
     first, second = x.float().chunk(2, dim=-1)  # rotate in float32, whatever the dtype of x
-    swapped = torch.cat((second, first), dim=-1)
-    return torch.addcmul(x * cos, swapped, sin).type_as(x)
+    return torch.addcmul(x * cos, torch.cat((-second, first), dim=-1), sin).type_as(x)
 
 
 def rope_table(config):
@@ -235,9 +235,7 @@ def rope_table(config):
     hs = config.head_size
     frequency = 10000.0 ** (-torch.arange(0, hs, 2, device="cpu") / hs)
     angle = torch.outer(torch.arange(config.block_size, device="cpu"), frequency).repeat(1, 2)
-    sin = angle.sin()
-    sin[:, : hs // 2].neg_()
-    return torch.stack((angle.cos(), sin))
+    return torch.stack((angle.cos(), angle.sin()))
 
 
 class MLP(nn.Module):
@@ -487,12 +485,7 @@ class Sampling:
         if self.seed is None:
             self.seed = int(torch.randint(2**63 - 1, ()))
         for f in fields(self):
-            kind = f.type | float if f.name in ("top_k", "seed") else f.type
-            setattr(self, f.name, checked(f.name, getattr(self, f.name), kind))
-        for name in ("top_k", "seed"):  # 5.0 is 5, but 2.5 is neither 2 nor 3
-            value = getattr(self, name)
-            require(self, name, value is None or value // 1 == value, "must be a whole number")
-            setattr(self, name, value if value is None else int(value))
+            setattr(self, f.name, checked(f.name, getattr(self, f.name), f.type))
         require(self, "temperature", 0 <= self.temperature < 1e30, "must be at least 0 and below 1e30")
         require(self, "top_k", self.top_k is None or 1 <= self.top_k < 2**63, "must be at least 1 and below 2**63")
         require(self, "top_p", self.top_p is None or 0 < self.top_p <= 1, "must be above 0 and at most 1")
@@ -558,20 +551,18 @@ def require_finite(logits):
 NEAR_TIE = 1e-4
 
 
-def near_tie(logits, noise, picks, sampling):
-    """Return whether rounding alone can explain two different picks, token ids, from the same logits `(V,)`.
+def near_tie(logits, noise, token, sampling):
+    """Return whether rounding alone can explain that a token, an id, was picked from logits `(V,)`.
 
-    Each must win once its logit is NEAR_TIE closer to winning. We move it together with all logits on its side of the
-    other one, because that also moves the edge of top_p between them.
+    It must win once its logit is NEAR_TIE closer to that of our own pick. We move it together with all logits on its
+    side of the pick, because that also moves the edge of top_p between them.
     """
     logits = logits.float()
-    for pick, other in (picks, picks[::-1]):
-        raised = logits > logits[other] if logits[pick] >= logits[other] else logits <= logits[pick]
-        raised[pick] = True
-        moved = logits + torch.where(raised, NEAR_TIE / 2, -NEAR_TIE / 2)
-        if sample_token(moved, noise, sampling) != pick:
-            return False
-    return True
+    pick = sample_token(logits, noise, sampling)
+    raised = logits > logits[pick] if logits[token] >= logits[pick] else logits <= logits[token]
+    raised[token] = True
+    moved = logits + torch.where(raised, NEAR_TIE / 2, -NEAR_TIE / 2)
+    return sample_token(moved, noise, sampling).item() == token
 
 
 def gumbel_noise(seed, samples, steps, vocab_size):
@@ -768,10 +759,10 @@ def build_model(checkpoint):
         for name, p in model.named_parameters():
             if not p.isfinite().all():
                 raise ValueError(f"{name} contains infinity or NaN")
-        if config.tie_weights and not torch.equal(model.transformer["wte"].weight, model.lm_head.weight):
-            raise ValueError("wte and lm_head differ, although tie_weights makes them one matrix")
-    if config.tie_weights:  # assign=True has untied them
-        model.transformer["wte"].weight = model.lm_head.weight
+        if config.tie_weights:
+            if not torch.equal(model.transformer["wte"].weight, model.lm_head.weight):
+                raise ValueError("wte and lm_head differ, although tie_weights makes them one matrix")
+            model.transformer["wte"].weight = model.lm_head.weight  # assign=True has untied them
     model.source = f"{path}, step {checkpoint.get('iter_num', 'unknown')}"
     model.ngrams = checkpoint.get("ngrams")
     return model

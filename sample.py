@@ -10,7 +10,6 @@ The text goes to stdout, and a report on time and memory to stderr. A token is a
 tokenizer. Tokenizers, prompts of different lengths and the flags from --draft on need the folder extras.
 """
 
-import math
 import re
 import sys
 import time
@@ -127,17 +126,14 @@ def put_on_device(model, args):
         model.generate(torch.zeros(1, 16, dtype=torch.int64, device=device), 2, seed=0, overflow="slide")
 
 
-def read_prompt(prompt, tokenizer):
-    """Return a prompt, which may be FILE:path, as text that is not empty. Raises ValueError."""
+def read_prompt(prompt):
+    """Return a prompt, which may be FILE:path, as text. Raises ValueError."""
     if prompt.startswith("FILE:"):
         name = prompt.removeprefix("FILE:")
         try:
             prompt = Path(name).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"cannot read the prompt from the file {name!r}: {error}") from None
-    if not prompt:
-        prompt = tokenizer.default_prompt
-        note(f"the prompt is empty: starting from {prompt!r}")
     return newlines(prompt)
 
 
@@ -298,10 +294,11 @@ def report(args, model, stats):
     if stats.get("setup", 0) > 0.1:
         note(f"preparing the engine took {stats['setup']:.2f} s, which is not in these figures")
     if args.kv_cache:
-        rows, heads, slots, size = model.kv_cache.key[0].shape
-        factors = (len(model.kv_cache.key), heads, size, slots, rows, model.kv_cache.key[0].itemsize)
-        formula = "2 * {} layers * {} kv heads * {} head size * {} slots * {} rows * {} bytes".format(*factors)
-        note(f"KV cache: {formula} = {2 * math.prod(factors):,} bytes")
+        key = model.kv_cache.key
+        rows, heads, slots, size = key[0].shape
+        formula = f"2 * {len(key)} layers * {heads} kv heads * {size} head size * {slots} slots * {rows} rows"
+        num_bytes = 2 * sum(keys.nbytes for keys in key)
+        note(f"KV cache: {formula} * {key[0].itemsize} bytes = {num_bytes:,} bytes")
     else:
         note("KV cache: off")
     if stats.get("offered"):
@@ -345,7 +342,7 @@ def verify(model, rows, cache, settings, num_samples):
                 seconds[way] += time.perf_counter() - began
                 both.append(logits)
                 if picked != ours:
-                    tie = near_tie(logits[0], noise[0], (ours, picked), sampling)
+                    tie = near_tie(logits[0], noise[0], ours, sampling)
                     kind = "near-tie, which rounding decides," if tie else "DIFFERENT"
                     a, b = (row.tokenizer.decode([token]) for token in (ours, picked))
                     what = f"the text has {a!r}, but {way} the cache, the model picks {b!r}"
@@ -392,7 +389,7 @@ def main():
             extras("decode.quantize", "--weights int8").round_weights(model)
         if args.engine == "torch":
             put_on_device(model, args)
-        prompts = [read_prompt(prompt, tokenizer) for prompt in args.prompt or [tokenizer.default_prompt]]
+        prompts = [read_prompt(prompt) or tokenizer.default_prompt for prompt in args.prompt or [""]]
         if args.explain:
             return extras("decode.explain", "--explain").explain_flags(model, tokenizer, prompts, args, settings)
         how = dict(num_samples=args.num_samples, stop=list(map(newlines, args.stop)), kv_cache=args.kv_cache)

@@ -247,10 +247,8 @@ def load_dataset(data_dir, min_train=1):
             raise ValueError("the vocabulary has changed")
         files = (data_dir / "train.bin", data_dir / "val.bin")
         train, val = (read_ids(file, meta["sha256"][file.stem], len(tokenizer.vocab)) for file in files)
-    except OSError as error:
-        raise ValueError(f"no data at {error.filename} ({error.strerror}): {hint}") from None
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"the data in {data_dir} cannot be read ({error}): {hint}") from None
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        raise ValueError(f"no usable data in {data_dir} ({error}): {hint}") from None
     if len(train) < min_train or len(val) < 2:
         lengths = f"{len(train)} {tokenizer.unit} for training and {len(val)} for validation"
         raise ValueError(f"{lengths}, but we need {min_train} and 2: use longer text or a smaller --block_size")
@@ -563,19 +561,14 @@ def set_up_device(config):
         names = ("n_layer", "n_embd", "mlp_ratio", "block_size", "batch_size")
         size = " ".join(f"--{name} {getattr(config, name)}" for name in names)
         raise ValueError(f"{size}: a step takes minutes, or more memory than there is: lower one of them")
-    return device, pick_dtype(config.dtype, device)
-
-
-def pick_dtype(name, device):
-    """Return the name of the dtype of the forward. Raises ValueError if the device cannot train in it."""
-    if name == "float16" and device.type != "cuda":
+    dtype = config.dtype
+    if dtype == "float16" and device.type != "cuda":
         raise ValueError(f"--dtype float16 needs CUDA to train, not {device.type}: use float32 or bfloat16")
-    if name != "auto":
-        return name
-    if device.type != "cuda":
-        return "float32"
-    # a T4 only emulates bfloat16, which is several times slower than float16
-    return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+    if dtype == "auto":
+        dtype = "float32"
+        if device.type == "cuda":  # a T4 only emulates bfloat16, which is several times slower than float16
+            dtype = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+    return device, dtype
 
 
 def read_checkpoint(init_from, out_dir, meta=None):
@@ -596,26 +589,12 @@ def read_checkpoint(init_from, out_dir, meta=None):
         network = asdict(GPTConfig(**checkpoint["model_args"]))  # nanoGPT saves only some of the fields
         return checkpoint | dict(config={name: network[name] for name in FIXED & network.keys()})
 
-    if "config" in checkpoint and "loss" not in checkpoint["config"]:
-        checkpoint = read_older(checkpoint)
     needed = {"config", "data_sha256", "iter_num", "best_val_loss", "evals_since_best", "seconds"}
     needed |= {"loss", "optimizer", "scaler"}
     if not needed <= checkpoint.keys() or not 0 <= checkpoint["iter_num"] <= 2**31:
         raise ValueError(f"{path} is not a last.pt of this train.py: start a new run from it")
     names = FLAGS.keys() - {"out_dir"}  # the folder may have a new name
     return checkpoint | dict(config={name: value for name, value in checkpoint["config"].items() if name in names})
-
-
-def read_older(checkpoint):
-    """Return a checkpoint with the setting loss, which older versions of train.py did not have.
-
-    They had None where there is a default now, and a field of its own for the layers of extras.targets.
-    """
-    config = {name: value for name, value in checkpoint["config"].items() if value is not None}
-    targets = config.get("ngram_targets") or config.get("mtp_weight")
-    config["loss"] = "extras.targets" if targets else "cross_entropy"
-    loss = {f"mtp.{name}": p for name, p in checkpoint.get("mtp", {}).items()}
-    return checkpoint | dict(config=config, loss=loss)
 
 
 def make_model(config, checkpoint, tokenizer, ids):
@@ -684,11 +663,8 @@ def main():
         config = make_config(flags, checkpoint, torch.cuda.is_available() and flags.get("device") != "cpu")
         device, dtype = set_up_device(config)
         autocast = nullcontext() if dtype == "float32" else torch.autocast(device.type, getattr(torch, dtype))
-        if WORLD_SIZE > 1:  # torchrun chooses
-            config.threads = flags.get("threads", 0)
-        else:  # a resume uses the same number, because it changes how sums round
-            config.threads = config.threads or torch.get_num_threads()
-        torch.set_num_threads(config.threads or torch.get_num_threads())
+        config.threads = config.threads or torch.get_num_threads()  # saved, because it changes how sums round
+        torch.set_num_threads(config.threads)
 
         # the text and the model
         data_dir = Path(config.data_dir or Path(__file__).resolve().parent / "data")

@@ -21,7 +21,6 @@ from pathlib import Path
 
 try:
     import numpy as np
-    from tqdm import tqdm
 except ModuleNotFoundError as error:
     sys.exit(f"prepare.py: {error}: activate the environment, or install it as README.md says")
 
@@ -64,12 +63,11 @@ def download():
     try:
         import requests  # here, because --input works without it
 
-        with requests.get(CORPUS_URL, stream=True, timeout=30) as response:
-            response.raise_for_status()
-            content = b"".join(tqdm(response.iter_content(2**10), "download", unit="KB", delay=1, disable=None))
-        if hashlib.sha256(content).hexdigest() != CORPUS_SHA256:
-            raise ValueError(f"the response ({len(content)} bytes) is not tiny Shakespeare")
-        return decode(content, CORPUS_URL)
+        response = requests.get(CORPUS_URL, timeout=30)
+        response.raise_for_status()
+        if hashlib.sha256(response.content).hexdigest() != CORPUS_SHA256:
+            raise ValueError(f"the response ({len(response.content)} bytes) is not tiny Shakespeare")
+        return decode(response.content, CORPUS_URL)
     except (ImportError, OSError, ValueError) as error:
         while error.__context__:  # the outer errors of requests are full of object addresses
             error = error.__context__
@@ -183,9 +181,6 @@ def main():
 
 
 if __name__ == "__main__":
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed, as daemons have it
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     if hasattr(sys.stdout, "reconfigure"):  # a notebook's stdout has no reconfigure
         sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")  # on Windows too, and for any file name
     try:

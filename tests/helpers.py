@@ -377,7 +377,7 @@ def tokens_differ(model, ours, theirs, T, samples, seed, filters):
             noise = gumbel_noise(seed, torch.tensor([samples[row]]), torch.tensor([step]), logits.size(-1))[0, 0]
             if picks[0] != picks[1]:
                 same.remove(row)
-                if not near_tie(logits[row], noise, picks, sampling):
+                if not all(near_tie(logits[row], noise, pick, sampling) for pick in picks):
                     return row, step
     return None
 

@@ -122,7 +122,7 @@ DAMAGES = [
     (args(n_layer=10**9), "n_layer is 1000000000, but it has 16 weights$"),
     (args(bias=True), r"Error.* for GPT: Missing key\(s\) in state_dict: .*bias\""),
     (args(bias=1), "bias=1: must be bool$"),
-    (args(n_head=2.0), "n_head=2.0: must be int$"),
+    (args(n_head=2.5), "n_head=2.5: must be int$"),
     (args(n_layer=True), "n_layer=True: must be int$"),
     (entry("model", lambda old: {f"{name}s": p for name, p in old.items()}), "Missing key"),
     (args(n_embd=16), r"size mismatch for transformer\.wte\.weight: .*12, 32.*12, 16"),

@@ -181,8 +181,8 @@ def test_patience_ends_a_run_that_no_longer_gets_better_and_keeps_its_best(data_
 
 
 DAMAGE = [  # a file of the data, how it changes, and what the line says
-    ("meta.json", lambda raw: raw[:12], "the data in {data} cannot be read"),
-    ("meta.json", lambda raw: b"[]", "the data in {data} cannot be read"),
+    ("meta.json", lambda raw: raw[:12], "no usable data in {data} ("),
+    ("meta.json", lambda raw: b"[]", "no usable data in {data} ("),
     ("meta.json", lambda raw: raw.replace(b"abc", b"aba"), "characters only"),
     ("train.bin", lambda raw: raw[::-1], "(train.bin has changed): run python data/prepare.py"),
     ("val.bin", lambda raw: raw[:-2], "(val.bin has changed): run python data/prepare.py"),

@@ -31,7 +31,7 @@ REPEATED = {
     "KVCache.next_positions": ("43ebae0cb5410430", "plan, accept", "stream"),
     "KVCache.update": ("e57f12edf27cfaff", "forward", "attend"),
     "KVCache.mask": ("9ba9e5eb5a2db1d4", "forward", None),
-    "rotate": ("67c046e513b3b9a3", "rotate", None),
+    "rotate": ("b2ef75fe0b946155", "rotate", None),
     "CausalSelfAttention.forward": ("2cea02760b9e8ec7", "forward, attend", "attend"),
     "MLP.forward": ("f68477bca22343a6", "forward, activate", "feed_forward"),
     "Block.forward": ("512d730d44e510fc", "forward, norm", "logits"),

@@ -376,7 +376,7 @@ INLINE void norm(const float *x, Params params, float *y, int n) {
 INLINE void rotate(float *x, const float *cos, const float *sin) {
     for (int i = 0, j = HEAD_SIZE / 2; i < HEAD_SIZE / 2; i++, j++) {
         float first = x[i], second = x[j];
-        x[i] = first * cos[i] + second * sin[i];
+        x[i] = first * cos[i] - second * sin[i];
         x[j] = second * cos[j] + first * sin[j];
     }
 }

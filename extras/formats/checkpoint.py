@@ -51,6 +51,8 @@ def load_checkpoint(path, meta=None):
     vocabulary = read_vocabulary(Path(meta)) if meta else {}
     with torch.serialization.safe_globals(NUMPY_SCALARS):
         checkpoint = in_our_names(model.load_checkpoint(path))
+    if {"config", "mtp"} <= checkpoint.keys():
+        checkpoint = read_older(checkpoint)
     if meta and any(name in checkpoint for name in ("chars", "tokenizer")):
         raise ValueError(f"{path} has its own vocabulary: leave out --meta")
     return checkpoint | vocabulary
@@ -74,3 +76,16 @@ def in_our_names(checkpoint):
             raise ValueError(f"{checkpoint['path']} has the weights of two models: {plain} comes twice, once as {name}")
         weights[plain] = weight
     return checkpoint | {"model": weights}
+
+
+def read_older(checkpoint):
+    """Return a last.pt of an older train.py as today's writes it.
+
+    It had no setting `loss`, None where there is a default now, and a field of its own for the layers of
+    extras.targets.
+    """
+    config = {name: value for name, value in checkpoint["config"].items() if value is not None}
+    targets = config.get("ngram_targets") or config.get("mtp_weight")
+    config["loss"] = "extras.targets" if targets else "cross_entropy"
+    loss = {f"mtp.{name}": p for name, p in checkpoint.get("mtp", {}).items()}
+    return checkpoint | dict(config=config, loss=loss)

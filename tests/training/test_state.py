@@ -25,7 +25,7 @@ from helpers import (
     write_ids,
 )
 from model import GPT, CharTokenizer, GPTConfig
-from train import pick_dtype
+from train import make_config, set_up_device
 
 WORSE = "--learning_rate 0.5 --min_lr 0.5 --warmup_iters 0 --max_iters 70".split()  # ends with a higher val loss
 
@@ -131,20 +131,6 @@ def test_a_checkpoint_that_no_run_of_this_train_py_has_left_is_refused(out):
         assert_refused(out, words=[f"{out / 'last.pt'} is not a last.pt of this train.py: start a new run from it"])
 
 
-def test_a_run_of_an_older_train_py_goes_on(out):
-    """Its config had no loss, had None for none or automatic, and two flags that are now those of extras.evaluate."""
-    ckpt = load(out / "last.pt")
-    old = dict.fromkeys("text stride n_kv_head eval_iters patience lr_decay_iters threads meta".split())
-    ckpt["config"] |= old | dict(ngram_targets=0.0, mtp_weight=0.0)
-    ckpt["mtp"] = ckpt.pop("loss")
-    ckpt["model_args"] |= {"n_kv_head": None}
-    del ckpt["config"]["loss"]
-    torch.save(ckpt, out / "last.pt")
-    ok(here("--init_from", "resume", "--out_dir", out, "--max_iters", 61))
-    last = load(out / "last.pt")
-    assert last["iter_num"] == 61 and last["config"]["loss"] == "cross_entropy" and last["config"]["min_lr"] is None
-
-
 MINE = """
 from pathlib import Path
 import torch.nn as nn
@@ -244,7 +230,7 @@ def test_a_resume_names_data_dir_where_the_text_is_another_or_not_here(out, tmp_
     ckpt = load(out / "last.pt")
     ckpt["config"]["data_dir"] = "data/of/another/folder"  # relative to where the run was started
     torch.save(ckpt, out / "last.pt")
-    assert_refused(out, words=["no data at data/of/another/folder", "pass a different --data_dir"])
+    assert_refused(out, words=["no usable data in data/of/another/folder (", "pass a different --data_dir"])
 
 
 # -- dtypes ------------------------------------------------------------------------------------------------------------
@@ -253,7 +239,8 @@ def test_a_resume_names_data_dir_where_the_text_is_another_or_not_here(out, tmp_
 def test_a_gpu_that_only_emulates_bfloat16_gets_float16(monkeypatch):
     """A T4 answers as this stand-in does: yes, unless it is asked for more than emulation."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
-    assert pick_dtype("auto", torch.device("cuda")) == "float16"
+    monkeypatch.setattr("train.pick_device", torch.device)
+    assert set_up_device(make_config(dict(device="cuda")))[1] == "float16"
 
 
 def test_bfloat16_is_the_dtype_of_the_forward_and_never_of_the_weights(data_dir, tmp_path, monkeypatch):
