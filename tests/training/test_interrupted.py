@@ -166,12 +166,13 @@ def test_weights_that_are_broken_replace_no_file(value, intervals, go, tmp_path,
                 p.data.fill_(value)
 
     go(tmp_path, "--max_iters", "3")
-    before = {name: (tmp_path / name).read_bytes() for name in ("ckpt.pt", "last.pt")}
+    before = {name: (tmp_path / name).read_bytes() for name in ("ckpt.pt", "last.pt", "log.csv")}
     flags = [word for name, n in zip(("eval", "save", "log"), (*intervals, 5)) for word in (f"--{name}_interval", n)]
     code, events = go(tmp_path, "--max_iters", "9", *flags, disturb=spoil)
-    assert "the loss or a weight is not finite" in code
+    assert "the loss or a weight is not finite: lower --learning_rate" in code
     assert [event for event in events if event != "number"] == (["step", "evaluate"] if 4 in intervals else ["step"])
     assert {name: (tmp_path / name).read_bytes() for name in before} == before
+    assert go(tmp_path, "--max_iters", "9")[0] == 0  # and a sane run goes on from there
 
 
 # -- every write in turn fails, or the process is killed at it ---------------------------------------------------------
