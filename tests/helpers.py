@@ -130,7 +130,6 @@ TINY += "--batch_size 4 --device cpu".split()
 SMALL = "--recipe nanogpt --n_layer 1 --n_head 2 --n_embd 16 --block_size 16 --batch_size 2 --device cpu".split()
 # all that a resume has to carry over: dropout, micro-steps, warm-up and decay, and the state of both optimizers
 STATEFUL = [*SMALL, *"--recipe modern --dropout 0.2 --gradient_accumulation_steps 2 --warmup_iters 4".split()]
-BROKEN = "--learning_rate 1e30 --min_lr 1e30 --warmup_iters 0 --grad_clip 0".split()  # one such step ends in NaN
 HEADER = "step,seconds,train_loss,val_loss,lr,tokens_per_s,grad_norm".split(",")
 CPU = torch.device("cpu")
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}

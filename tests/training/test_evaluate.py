@@ -14,19 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import train
-from helpers import (
-    TINY,
-    assert_one_line,
-    contents,
-    here,
-    load,
-    log,
-    ok,
-    plain_val_loss,
-    random_model,
-    same,
-    write_ids,
-)
+from helpers import TINY, assert_one_line, contents, here, load, log, ok, plain_val_loss, random_model, same, write_ids
 from model import GPT, CharTokenizer, GPTConfig, load_model
 from train import evaluate
 
