@@ -93,7 +93,7 @@ def test_ids_beyond_the_vocabulary_are_one_line(tmp_path):
         np.array([1, 2, 3], "<u2").tofile(tmp_path / f"{name}.bin")
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 3}))
     result = here("--data_dir", tmp_path, "--out_dir", tmp_path / "out")
-    assert_one_line(result, "train.bin has the id 3, but the vocabulary has 3", code=1)
+    assert_one_line(result, "the vocabulary has 3 tokens, but the largest id is 3", code=1)
 
 
 def test_a_folder_that_has_lost_its_meta_json_is_not_taken_for_the_tokens_of_gpt2(data_dir, tmp_path):
