@@ -80,15 +80,14 @@ class OpenVinoGPT:
         """Return the logits `(B, V)` of the token after idx `(B, T)`, and None, as GPT.forward does."""
         B, T = idx.shape
         start = cache.length
-        past = cache.past if start else self.new_cache(B).past
-        cache.length = start + T
+        cache.length += T
         inputs = {
             "input_ids": idx.numpy(),
             "attention_mask": np.ones((B, cache.length), np.int64),
             "position_ids": np.arange(start, cache.length)[None].repeat(B, axis=0),
         }
         self.requests.reverse()
-        outputs = self.requests[0].infer(inputs | past, share_inputs=True, share_outputs=True)
+        outputs = self.requests[0].infer(inputs | cache.past, share_inputs=True, share_outputs=True)
         cache.past = {f"past_key_values.{slot}": outputs[f"present.{slot}"] for slot in self.slots}
         return torch.from_numpy(outputs["logits"][:, -1].copy()), None
 
