@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # for python extras/export.py
 
-from extras.cli import fail, lock_folder, need, note_model, one_line_errors, path, run_main, writing_to
+from extras.cli import fail, lock_folder, need, note, one_line_errors, path, run_main, writing_to
 from extras.formats.checkpoint import load_checkpoint
 from extras.formats.hf_read import known_ids
 from extras.formats.onnx import export_onnx, fits_one_file  # before ONNX Runtime itself, because it turns telemetry off
@@ -45,12 +45,9 @@ def main():
     with one_line_errors():
         need(f"--format {args.format}", *PACKAGES[args.format], *(ONNX if args.onnx else ()))
         checkpoint = load_checkpoint(find_checkpoint(args.ckpt or args.out_dir), args.meta)
-        if not checkpoint.keys() & {"chars", "tokenizer"}:
-            what = "a model of ids, and an export needs their vocabulary"
-            fail(f"{checkpoint['path']} is {what}: pass it as --meta, a tokenizer or nanoGPT's meta.pkl")
         tokenizer = build_tokenizer(checkpoint)
         model = build_model(checkpoint).eval()
-    note_model(checkpoint)
+    note(f"using {model.source}")
     if model.config.block_size < 2:
         fail("a model with a context of 1 token cannot be exported: the exports are checked on longer text")
     if (args.onnx or args.format == "onnx") and not fits_one_file(model):
