@@ -146,18 +146,16 @@ def special_tokens(folder, settings, size):
     vocabulary of `size` tokens has none of its ids. Names, such as {"eos_token": "<|endoftext|>"}, come from
     special_tokens_map.json and tokenizer_config.json, of which the second one wins.
     """
-
-    def optional(name):
-        file = folder / name
-        return read_object(file) if file.exists() else {}
-
+    names = ("generation_config.json", "special_tokens_map.json", "tokenizer_config.json")
+    files = [folder / name for name in names]
+    generation, *with_names = (read_object(file) if file.exists() else {} for file in files)
     found = {}
-    for source in (settings, optional("generation_config.json")):
+    for source in (settings, generation):
         for role in WITH_ID:
             ids = source.get(f"{role}_token_id")
             if ids is not None and (role not in found or known_ids(ids, size)):
                 found[role] = ids
-    for source in (optional("special_tokens_map.json"), optional("tokenizer_config.json")):
+    for source in with_names:
         for key in (f"{role}_token" for role in (*WITH_ID, "unk", "sep", "cls", "mask")):
             token = source.get(key)
             token = token.get("content") if isinstance(token, dict) else token
