@@ -5,10 +5,9 @@ import itertools
 import json
 import logging
 import os
-import shlex
 import tempfile
 import warnings
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
@@ -110,7 +109,10 @@ def write_onnx(model, tokenizer, file, queries=False):
     positions = torch.arange(5, 5 + T).repeat(2, 1)
     slots = [f"{i}.{kind}" for i in range(config.n_layer) for kind in ("key", "value")]
 
-    with without_warnings():
+    with ExitStack() as quiet:  # without the exporter's warnings, which are for people who write graphs by hand
+        quiet.enter_context(warnings.catch_warnings(action="ignore"))
+        quiet.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.WARNING)
         proto = torch.onnx.export(
             GPTWithPast(model, queries).eval(),
             (ids, torch.ones(2, 5 + T, dtype=torch.int64), positions, pairs),
@@ -140,18 +142,6 @@ def write_onnx(model, tokenizer, file, queries=False):
     for key, value in (tokenizer.state_dict() | metadata).items():
         proto.metadata_props.add(key=key, value=value)
     file.write_bytes(proto.SerializeToString())
-
-
-@contextmanager
-def without_warnings():
-    """Leave out the exporter's warnings, which are for people who write graphs by hand."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        logging.disable(before)
 
 
 def weights_sha256(model):
@@ -221,6 +211,9 @@ def genai_config(model, ids, eos):
 NUMPY = {"float": np.float32, "float16": np.float16, "double": np.float64, "int64": np.int64, "int32": np.int32}
 
 
+HINT = "python -m extras.export --format onnx writes one, of the run in --out_dir or of --ckpt"
+
+
 class OnnxCache:
     """The cache of an OnnxGPT. ONNX Runtime returns a new one at every step, longer by the tokens fed.
 
@@ -266,14 +259,8 @@ class OnnxGPT:
         self.file = file
         self.source = str(file)
         if not file.is_file():  # before the import, because ONNX Runtime can abort a process that ends right after it
-            run = file.parent.parent if file.parts[-2:] == ("onnx", "model.onnx") else Path("out")
-            where = "" if run == Path("out") else f" --out_dir {shlex.quote(str(run))}"
-            raise FileNotFoundError(f"no ONNX model at {file}: python -m extras.export --format onnx{where} writes one")
+            raise FileNotFoundError(f"no ONNX model at {file}: {HINT}")
         refuse_pointer(file)
-        with open(file, "rb") as opened:
-            if opened.read(2) == b"PK":
-                hint = f"python -m extras.export --format onnx --ckpt {shlex.quote(str(file))} writes one"
-                raise ValueError(f"{file} is a checkpoint, and --engine onnx needs an ONNX file: {hint}")
         onnxruntime = need("--engine onnx", "onnxruntime")
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4  # errors are raised, so it need not print them too
@@ -294,7 +281,7 @@ class OnnxGPT:
         except KeyError as error:
             raise ValueError(f"{file} was not written by export.py: its metadata lacks {error}") from None
         except Exception as error:  # ONNX Runtime raises a dozen kinds of exceptions
-            raise ValueError(f"{file} cannot be read: {first_line(error)[:200]}") from None
+            raise ValueError(f"{file} cannot be read: {first_line(error)[:200]} ({HINT})") from None
         check_vocab_size(self.tokenizer, self.config.vocab_size, file)
         self.to_ort = onnxruntime.OrtValue.ortvalue_from_numpy
         slots = [f"{i}.{kind}" for i in range(self.config.n_layer) for kind in ("key", "value")]
@@ -311,18 +298,15 @@ class OnnxGPT:
         try:
             past = self.empty_cache(2).past
             for slots in (2, 4):
-                logits, *past = self.run(ids, np.ones((2, slots), np.int64), positions, past)
+                logits, past = self.run(ids, np.ones((2, slots), np.int64), positions, past)
         except Exception as error:  # ONNX Runtime raises a dozen kinds of exceptions
             why = f"{first_line(error)[:200]}; export.py wrote a different graph"
             raise ValueError(f"{self.file} cannot be run: {why}") from None
         sizes = {(2, config.n_kv_head, 4, config.head_size)}
-        if logits.shape() != [2, 2, config.vocab_size] or {tuple(each.shape()) for each in past} != sizes:
+        if logits.shape != (2, 2, config.vocab_size) or {tuple(each.shape()) for each in past} != sizes:
             raise ValueError(f"{self.file} does not have the sizes that its metadata says")
-        logits = logits.numpy()
         if config.vocab_size > 1 and logits.min() == logits.max():
-            raise ValueError(
-                f"{self.file} is damaged: every token gets the logit {logits.max()}, as if its weights were 0"
-            )
+            raise ValueError(f"{self.file} is damaged: every token gets the logit {logits.max()}")
 
     def exported_from(self, path, hint="pass the folder of its ckpt.pt as --out_dir"):
         """Return the GPT of a checkpoint. Raises ValueError if this file was made from different weights."""
@@ -337,8 +321,8 @@ class OnnxGPT:
         export.py writes to onnx/ or hf/onnx/ in the folder of a run, which has ckpt.pt, or last.pt at first.
         """
         for folder in self.file.resolve().parents[:3]:
-            file = next((folder / name for name in ("ckpt.pt", "last.pt") if (folder / name).exists()), None)
-            if file and self.weights_sha256:
+            file = find_checkpoint(folder)
+            if file != folder and self.weights_sha256:
                 self.exported_from(file, "export again, or move it out of the folder of that run")
                 return
 
@@ -366,16 +350,17 @@ class OnnxGPT:
         past = cache.past if cache.length else self.empty_cache(B).past
         end = cache.length + T
         positions = np.arange(cache.length, end)[None].repeat(B, axis=0)
-        logits, *cache.past = self.run(idx.numpy(), np.ones((B, end), np.int64), positions, past)
+        logits, cache.past = self.run(idx.numpy(), np.ones((B, end), np.int64), positions, past)
         cache.length = end
-        logits = torch.from_numpy(logits.numpy()).float()
+        logits = torch.from_numpy(logits).float()
         return logits[:, -1] if last else logits, None
 
     def run(self, ids, mask, positions, past):
-        """Return the logits and the new past, OrtValues, for NumPy arrays and the past of an OnnxCache."""
+        """Return the logits, a NumPy array, and the new past, for NumPy arrays and the past of an OnnxCache."""
         inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
         inputs = {name: self.to_ort(array.astype(self.dtypes[name])) for name, array in inputs.items()}
-        return self.session.run_with_ort_values(self.outputs, inputs | dict(zip(self.past_inputs, past)))
+        logits, *past = self.session.run_with_ort_values(self.outputs, inputs | dict(zip(self.past_inputs, past)))
+        return logits.numpy(), past
 
 
 def open_onnx(args):
