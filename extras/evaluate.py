@@ -88,8 +88,7 @@ def parse_args():
     add("--data_dir", type=path, default=DATA, help="folder that data/prepare.py wrote (default: data)")
     add("--stride", type=int, help="tokens from window to window (default: the model's context)")
     add("--ckpt", type=path, help="a checkpoint, a run or a Hugging Face folder (default: as in sample.py)")
-    meta_help = "for a nanoGPT checkpoint: its meta.pkl, or the folder of its tokenizer"
-    add("--meta", type=path, metavar="FILE", help=meta_help)
+    add("--meta", type=path, metavar="FILE", help="for a nanoGPT checkpoint: its meta.pkl, or its tokenizer")
     add("--device", default="auto", help="cpu, cuda, cuda:1, mps; auto (the default): as in sample.py")
     return parser.parse_args()
 

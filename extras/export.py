@@ -32,8 +32,7 @@ def parse_args():
     add("--out_dir", type=path, help="the folder of the run, with ckpt.pt, where the export goes too (default: out)")
     add("--ckpt", type=path, metavar="FILE", help="default: ckpt.pt in --out_dir, or the pretrained model")
     add("--onnx", action="store_true", help="with --format hf: write onnx/model.onnx too, which takes longest")
-    meta_help = "for a nanoGPT checkpoint: its meta.pkl, or the folder of its tokenizer"
-    add("--meta", type=path, metavar="FILE", help=meta_help)
+    add("--meta", type=path, metavar="FILE", help="for a nanoGPT checkpoint: its meta.pkl, or its tokenizer")
     args = parser.parse_args()
     if args.onnx and args.format != "hf":
         parser.error(f"--onnx adds a graph to --format hf, not to --format {args.format}: leave it out")
