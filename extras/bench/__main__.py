@@ -101,7 +101,7 @@ def warm_runs(names, model, llama2c, idx):
         "compile": lambda: recorded(compiled_stream(model, B)),
         "draft": lambda: recorded(Decoder(model, "ngram", model.ngrams).stream, num_threads(model, drafts)),
         "compile+draft": lambda: recorded(Decoder(model, "ngram", model.ngrams, compile=True).stream),
-        "int8": lambda: recorded(Decoder(rounded(model), compile=True, weights="int8").stream),
+        "int8": lambda: recorded(Decoder(round_weights(copy.deepcopy(model)), compile=True, weights="int8").stream),
         "onnx": lambda: recorded(graph_stream(model, OnnxGPT)),
         "openvino": lambda: recorded(graph_stream(model, lambda file: OpenVinoGPT(file, model.config))),
         "hf": lambda: transformers_run(model),
@@ -140,11 +140,6 @@ def compiled_stream(model, batch_size):
     if model.device.type == "cuda":
         return GraphedGPT(model, batch_size, model.config.block_size, Sampling()).stream
     return Decoder(model, compile=True).stream
-
-
-def rounded(model):
-    """Return a copy of the model whose weights are those of --weights int8."""
-    return round_weights(copy.deepcopy(model))
 
 
 def graph_stream(model, load):
@@ -255,7 +250,8 @@ def bench(file, model, idx, args):
     rows = {}
     for name, results in measure(runs, idx, steps, args.repeats).items():
         if name in ours:
-            compare_tokens(name, rounded(model) if name == "int8" else model, idx, [new for *_, new in results])
+            reference = round_weights(copy.deepcopy(model)) if name == "int8" else model
+            compare_tokens(name, reference, idx, [new for *_, new in results])
         rows[name] = dict(ckpt=file, shape=shape, variant=name, batch=B) | figures(results, T)
     if "uncached" in rows:
         for row in rows.values():

@@ -152,11 +152,6 @@ def weights_sha256(model):
     return digest.hexdigest()
 
 
-def fits_one_file(model):
-    """Return whether the model fits into a single ONNX file, which has a limit of 2 GB."""
-    return sum(p.nbytes for p in model.state_dict().values()) < 2**31 - 2**24
-
-
 def export_onnx(model, tokenizer, folder, eos=()):
     """Write model.onnx into `folder`, a Path, and genai_config.json, with which onnxruntime-genai runs it.
 
