@@ -56,7 +56,7 @@ def refuse_other_networks(model, graph=False):
     """
     refuse_changed_code(graph)
     refuse_unknown_layers(model)
-    refuse_other_settings(model)
+    refuse_other_settings(model, graph)
 
 
 def refuse_changed_code(graph):
@@ -79,8 +79,11 @@ def refuse_other_sampling(sampling):
             raise CompileError(f"step.c has no {f.name}")
 
 
-def refuse_other_settings(model):
-    """Raise CompileError unless every layer is what the config says, which is all that we know."""
+def refuse_other_settings(model, graph):
+    """Raise CompileError unless every layer is what the config says, which is all that we know.
+
+    graph  see refuse_other_networks. cuda_graph.py calls the activation of the model, whatever it is
+    """
     config = model.config
     blocks = model.transformer["h"]
     if len(blocks) != config.n_layer:
@@ -89,8 +92,8 @@ def refuse_other_settings(model):
         attn = block.attn
         mlp = block.mlp
         activation = partial(mlp.activation)  # which may be a partial already
-        if (activation.func, activation.keywords) != ACTIVATIONS.get(config.activation):
-            raise CompileError(f"--compile does not know the activation {config.activation} of this model")
+        if not graph and (activation.func, activation.keywords) != ACTIVATIONS.get(config.activation):
+            raise CompileError(f"step.c does not compute the activation {config.activation} of this model")
         fits = (
             block.norm_first == config.norm_first
             and attn.n_head == config.n_head

@@ -7,7 +7,7 @@ from pathlib import Path
 from extras.formats.bpe import read_tokenizer, tokenizer_from_json, train_bpe
 from extras.formats.nanogpt import read_meta
 from extras.formats.round_trip import check_round_trip
-from model import CharTokenizer, GPTConfig, load_checkpoint
+from model import CharTokenizer, GPTConfig, find_checkpoint, load_checkpoint
 
 
 class IdTokenizer:
@@ -132,7 +132,7 @@ def open_tokenizer(name):
     Raises ValueError.
     """
     path = Path(name)
-    for file in (path, path / "ckpt.pt", path / "last.pt"):
-        if file.suffix in (".pt", ".pth", ".ckpt") and file.is_file():
-            return build_tokenizer(load_checkpoint(file))
+    file = find_checkpoint(path)
+    if file.suffix in (".pt", ".pth", ".ckpt") and file.is_file():
+        return build_tokenizer(load_checkpoint(file))
     return tokenizer_from_state(read_vocabulary(path))
