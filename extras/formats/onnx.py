@@ -206,7 +206,7 @@ def genai_config(model, ids, eos):
 NUMPY = {"float": np.float32, "float16": np.float16, "double": np.float64, "int64": np.int64, "int32": np.int32}
 
 
-HINT = "python -m extras.export --format onnx writes one, of the run in --out_dir or of --ckpt"
+HINT = "python -m extras.export --format onnx writes an ONNX file, of the run in --out_dir or of --ckpt"
 
 
 class OnnxCache:
