@@ -5,8 +5,10 @@ import itertools
 import json
 import logging
 import os
+import shlex
 import tempfile
 import warnings
+import zipfile
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -206,9 +208,6 @@ def genai_config(model, ids, eos):
 NUMPY = {"float": np.float32, "float16": np.float16, "double": np.float64, "int64": np.int64, "int32": np.int32}
 
 
-HINT = "python -m extras.export --format onnx writes an ONNX file, of the run in --out_dir or of --ckpt"
-
-
 class OnnxCache:
     """The cache of an OnnxGPT. ONNX Runtime returns a new one at every step, longer by the tokens fed.
 
@@ -254,8 +253,13 @@ class OnnxGPT:
         self.file = file
         self.source = str(file)
         if not file.is_file():  # before the import, because ONNX Runtime can abort a process that ends right after it
-            raise FileNotFoundError(f"no ONNX model at {file}: {HINT}")
+            run = file.parent.parent if file.parts[-2:] == ("onnx", "model.onnx") else "out"
+            hint = f"python -m extras.export --format onnx --out_dir {shlex.quote(str(run))} writes one"
+            raise FileNotFoundError(f"no ONNX model at {file}: {hint}")
         refuse_pointer(file)
+        if zipfile.is_zipfile(file):
+            hint = f"python -m extras.export --format onnx --ckpt {shlex.quote(str(file))} writes one"
+            raise ValueError(f"{file} is a checkpoint, and --engine onnx needs an ONNX file: {hint}")
         onnxruntime = need("--engine onnx", "onnxruntime")
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4  # errors are raised, so it need not print them too
@@ -276,7 +280,7 @@ class OnnxGPT:
         except KeyError as error:
             raise ValueError(f"{file} was not written by export.py: its metadata lacks {error}") from None
         except Exception as error:  # ONNX Runtime raises a dozen kinds of exceptions
-            raise ValueError(f"{file} cannot be read: {first_line(error)[:200]} ({HINT})") from None
+            raise ValueError(f"{file} cannot be read: {first_line(error)[:200]}") from None
         check_vocab_size(self.tokenizer, self.config.vocab_size, file)
         self.to_ort = onnxruntime.OrtValue.ortvalue_from_numpy
         slots = [f"{i}.{kind}" for i in range(self.config.n_layer) for kind in ("key", "value")]
