@@ -60,9 +60,7 @@ def test_ids_that_are_no_text_are_trained_on_and_sampled(meta, size, tmp_path):
     assert written[:3] == ["5", "17", "3"] and len(written) == 7 and all(int(word) < size for word in written)
 
 
-@pytest.mark.parametrize(
-    "size, words", [("300", "vocab_size '300', which is not a number"), (np.int64(300), "int(size)")]
-)
+@pytest.mark.parametrize("size, words", [("300", "its vocab_size is '300'"), (np.int64(300), "int(size)")])
 def test_a_vocabulary_size_is_a_plain_number(size, words, tmp_path):
     for name in ("train", "val"):
         np.arange(200).astype("<u2").tofile(tmp_path / f"{name}.bin")

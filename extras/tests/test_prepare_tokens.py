@@ -134,20 +134,20 @@ def prepare(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "make, back, why",
+    "make, back",
     [
-        (no_unknown_token, "he at e s he s s a a", "it drops "),
-        (bytes_without_alphabet, "he  ate  shes  s a a", "it drops "),
-        (bytes_without_decoder, "The ĠBÃ¤r Ġate Ġ30 Ġ", "it has no decoder"),
-        (lower_case, "the bär ate 30 fishe", "it folds case"),
-        (lambda: words(FISH), "he Bär ate 30 fishes . ", "it changes spaces"),
+        (no_unknown_token, "he at e s he s s a a"),
+        (bytes_without_alphabet, "he  ate  shes  s a a"),
+        (bytes_without_decoder, "The ĠBÃ¤r Ġate Ġ30 Ġ"),
+        (lower_case, "the bär ate 30 fishe"),
+        (lambda: words(FISH), "he Bär ate 30 fishes . "),
     ],
 )
-def test_text_that_does_not_come_back_is_reported(make, back, why, prepare):
+def test_text_that_does_not_come_back_is_reported(make, back, prepare):
     result = ok(prepare(make()))
     line = result.stderr.strip()
     assert line.startswith("prepare.py: the tokenizer gives ") and "\n" not in line
-    assert "Bär ate 30 fishe" in line and f"becomes '{back}" in line and why in line
+    assert "Bär ate 30 fishe" in line and f"becomes '{back}" in line
 
 
 def test_mostly_unknown_tokens_need_force(prepare, tmp_path):
@@ -228,12 +228,12 @@ def test_records_for_a_model_end_with_its_end_token(tmp_path):
 @pytest.mark.parametrize(
     "name, content, words",
     [
-        ("tokenizer.json", '["a", "b"]', ["it is not a tokenizer.json of the library tokenizers"]),
-        ("tokenizer.json", '{"a": 0, "b": 1}', ["it is not a tokenizer.json of the library tokenizers"]),
+        ("tokenizer.json", '["a", "b"]', ["pass a tokenizer.json of the library tokenizers"]),
+        ("tokenizer.json", '{"a": 0, "b": 1}', ["pass a tokenizer.json of the library tokenizers"]),
         ("tokenizer.json", "version https://git-lfs.github.com/spec/v1\n", ["is a Git LFS pointer", "git lfs pull"]),
-        ("vocab.json", '{"model": 0, "a": 1}', ["it is not a tokenizer.json of the library tokenizers"]),
-        ("vocab.txt", "1 'a' 1\n", ["it is not a tokenizer.json of the library tokenizers"]),
-        ("other.model", "minbpe v1\n", ["it is not a tokenizer.json of the library tokenizers"]),
+        ("vocab.json", '{"model": 0, "a": 1}', ["pass a tokenizer.json of the library tokenizers"]),
+        ("vocab.txt", "1 'a' 1\n", ["pass a tokenizer.json of the library tokenizers"]),
+        ("other.model", "minbpe v1\n", ["pass a tokenizer.json of the library tokenizers"]),
         ("tokenizer.model.v1", "\n\x0e\n\x05<unk>\udcff", ["is a SentencePiece model", "writes a tokenizer.json"]),
     ],
 )

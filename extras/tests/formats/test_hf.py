@@ -208,7 +208,7 @@ SPECIAL = [  # files of a folder whose vocabulary has 512 tokens and an END; ids
         {"config": {"bos_token_id": 50256, "eos_token_id": 50256}},
         (None, None),
         {},
-        ["bos_token_id and eos_token_id 50256: "],
+        ["bos_token_id 50256: ", "eos_token_id 50256: "],
     ),
     ({"config": {"eos_token_id": []}}, (None, None), {}, []),
     (
