@@ -13,6 +13,7 @@ variant cannot run here, it is left out, and a note says why.
 
 import copy
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -72,6 +73,7 @@ NETWORKS = {  # of train.py's recipes
 }
 FOUR_WIDE = ((6, 6, 384, 256), (4, 4, 64, 32))  # its presets gpu and lecture, which have mlp_ratio 4 in both recipes
 BASELINES = ("hf", "ctranslate2", "llama2c")  # they draw their own random numbers, so their tokens differ from ours
+MOST_MEMORY = 0.5  # of the machine's, for a variant; OpenVINO takes 20 GB for 64 rows of the larger shapes
 COLUMNS = {  # of the table: key of a row, title and format; the figures are those of `summary`
     "shape": ("shape", "{}"),
     "variant": ("variant", "{}"),
@@ -88,7 +90,7 @@ COLUMNS = {  # of the table: key of a row, title and format; the figures are tho
 
 
 def warm_runs(names, model, llama2c, idx):
-    """Return {name: run} of the variants that can continue idx `(B, T)`, after each has done so once.
+    """Return {name: run} of the variants that can continue idx `(B, T)`, after each has done so once, and the seconds.
 
     run(idx, steps, seed, record) calls record(block) with each block `(B, n)` of new tokens as it arrives.
     """
@@ -109,14 +111,16 @@ def warm_runs(names, model, llama2c, idx):
         "llama2c": lambda: llama2c_run(model.config, llama2c),
     }
     runs = {}
+    seconds = 0.0
     for name in tqdm(names, "warm-up", leave=False, disable=None):
         try:
             run = makers[name]()
-            timed(run, idx, model.config.block_size - idx.size(1), seed=0)
+            times, *_ = timed(run, idx, model.config.block_size - idx.size(1), seed=0)
             runs[name] = run
+            seconds += times[-1]
         except Exception as error:  # a missing package or compiler, or an edited network, may raise anything
             note(f"no {name} row: {first_line(error)}")
-    return runs
+    return runs, seconds
 
 
 def recorded(stream, threads=1):
@@ -171,6 +175,8 @@ def timed(run, idx, steps, seed):
         return time.perf_counter()
 
     def record(block):
+        if len(blocks) % 16 == 0 and memory_share() > MOST_MEMORY:  # before the machine swaps; looking takes time, too
+            raise MemoryError(f"it takes more than {MOST_MEMORY:.0%} of the memory")
         times.append(now() - start)
         blocks.append(block)
 
@@ -198,6 +204,15 @@ def summary(times, sizes, num_tokens):
         itl_p99_ms=float(p99),
         tokens_per_s=num_tokens / times[-1],
     )
+
+
+def memory_share():
+    """Return the share of the machine's memory that this process uses, from 0 to 1. Only Linux says; elsewhere 0."""
+    try:
+        resident = int(Path("/proc/self/statm").read_text().split()[1])
+        return resident / os.sysconf("SC_PHYS_PAGES")
+    except OSError:
+        return 0.0
 
 
 def measure(runs, idx, steps, repeats):
@@ -241,9 +256,10 @@ def bench(file, model, idx, args):
     shape = f"{config.n_layer}/{config.n_head}/{config.n_embd}/{config.block_size}"
     steps = config.block_size - T
     note(f"measuring {shape} {f'of {file} ' if file else ''}..")
-    runs = warm_runs(args.variants, model, args.llama2c, idx)
+    runs, seconds = warm_runs(args.variants, model, args.llama2c, idx)
     if not runs:
         fail("nothing could be measured")
+    note(f"{args.repeats} runs of {len(runs)} variants, about {args.repeats * (seconds + 0.02 * len(runs)):.0f} s")
     ours = [name for name in runs if name not in BASELINES]
 
     rows = {}

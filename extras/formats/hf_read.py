@@ -164,12 +164,14 @@ def special_tokens(folder, settings, size):
 
 
 def with_defaults(settings):
-    """Return the content of config.json with the defaults of its class. Raises ValueError for any other class."""
+    """Return the content of config.json with the defaults of its class. Raises ValueError if it contradicts itself."""
     kind = settings["model_type"]
     if kind not in SETTINGS:
         raise ValueError(f"it is a {kind}, but model.py computes only gpt2 and stablelm; only transformers can run it")
-    if kind == "gpt2":  # where both are there, transformers takes the alias
-        settings = settings | {name: settings[alias] for name, alias in ALIASES.items() if alias in settings}
+    aliases = {name: alias for name, alias in ALIASES.items() if kind == "gpt2" and alias in settings}
+    for name, alias in aliases.items():
+        if settings.setdefault(name, settings[alias]) != settings[alias]:
+            raise ValueError(f"its {name} is {settings[name]}, but its {alias}, the same, is {settings[alias]}")
     return DEFAULTS[kind] | rope_parameters(settings) | settings
 
 

@@ -23,13 +23,19 @@ SAME = "the same tokens as a forward without a cache, up to rounding: "
 def test_one_wrong_token_ends_the_benchmark(name, capsys):
     model = MODELS[0]
     idx = prompts(2, 3)
-    *_, new = timed(warm_runs([name], model, None, idx)[name], idx, CONTEXT - 3, seed=0)
+    *_, new = timed(warm_runs([name], model, None, idx)[0][name], idx, CONTEXT - 3, seed=0)
     compare_tokens(name, model, idx, [new])
     new[1, 4] = (new[1, 4] + 1) % V
     with pytest.raises(SystemExit) as error:
         compare_tokens(name, model, idx, [new])
     assert error.value.code == 1
     assert f"DIFFERENT from a forward without a cache: {name}, seed 0, row 1, new token 4" in capsys.readouterr().err
+
+
+def test_a_variant_that_needs_too_much_memory_is_left_out_with_a_line(monkeypatch, capsys):
+    monkeypatch.setattr("extras.bench.__main__.MOST_MEMORY", 1e-6)
+    assert warm_runs(["eager"], MODELS[0], None, prompts(2, 3)) == ({}, 0.0)
+    assert "no eager row: it takes more than 0% of the memory" in capsys.readouterr().err
 
 
 @needs_compiler

@@ -192,7 +192,7 @@ DAMAGES = [
     ("gpt2", gpt2(scale_attn_by_inverse_layer_idx=True), "inverse_layer_idx is True.*only transformers can run it"),
     ("gpt2", gpt2(activation_function="relu"), "relu.*only transformers"),
     ("gpt2", gpt2(n_layer=3), r"'transformer\.h\.2"),
-    ("gpt2", gpt2(hidden_size=64), "wte.weight does not fit its config.json"),
+    ("gpt2", gpt2(hidden_size=64), "n_embd is 32, but its hidden_size, the same, is 64"),
     ("gpt2", bytes_of("gpt2/tokenizer.json", bpe(600).encode()), "512 tokens.*600 tokens.*do not belong together"),
     ("gpt2", without("gpt2/tokenizer.json"), "there is no tokenizer at .*tokenizer.json"),
     ("gpt2", bytes_of("gpt2/tokenizer.json", b"\xff\xfe"), "not a tokenizer.json"),

@@ -63,20 +63,6 @@ def in_shards(folder):
     assert len(list(folder.glob("model-*-of-*.safetensors"))) > 1
 
 
-def test_a_name_of_another_class_counts_as_in_transformers(tmp_path):
-    """GPT2Config has these aliases, and where a file has both names, the alias wins."""
-    write_gpt2(tmp_path)
-    file = tmp_path / "config.json"
-    settings = json.loads(file.read_text(encoding="utf-8"))
-    del settings["n_layer"]
-    file.write_text(json.dumps(settings | {"num_hidden_layers": 2, "num_attention_heads": 2}), encoding="utf-8")
-    ids = torch.arange(48)[None]
-    model, _ = load_model(tmp_path)
-    assert (model.config.n_layer, model.config.n_head) == (2, 2) != (2, settings["n_head"])
-    with torch.no_grad():
-        torch.testing.assert_close(model(ids)[0], GPT2LMHeadModel.from_pretrained(tmp_path)(ids).logits)
-
-
 LAYOUTS = [lambda folder: None, as_openai_has_it, as_a_pickle, in_shards]
 
 
