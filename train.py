@@ -50,10 +50,10 @@ try:  # importing torch takes a second, in which Ctrl-C may come
         build_model,
         checked,
         extras,
-        in_one_line,
         load_checkpoint,
         open_streams,
         pick_device,
+        reading,
         save_checkpoint,
         write_atomically,
     )
@@ -162,8 +162,7 @@ def parse_flags():
     for name, (default, help, *choices) in FLAGS.items():
         metavar = None if choices else name.split("_")[-1].upper()
         options = dict(type=type(default), choices=choices or None, metavar=metavar)
-        if type(default) is bool:
-            options = SWITCH
+        options = SWITCH if type(default) is bool else options
         help = f"{help} (default: {RECIPES['modern'].get(name, default)})"
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=help, **options)
     flags = vars(parser.parse_args())
@@ -241,34 +240,23 @@ def load_dataset(data_dir, min_train=1):
             tokenizer = CharTokenizer(meta["chars"])
         else:
             tokenizer = extras("formats.tokenizer", "text in other tokens").tokenizer_from_state(meta)
-        vocabulary = meta.get("chars") or meta.get("tokenizer") or meta["vocab_size"]
-        digest = hashlib.sha256(str(vocabulary).encode()).hexdigest()
-        if meta["sha256"].get("vocabulary", digest) != digest:  # older folders have no hash of it
-            raise ValueError("the vocabulary has changed")
-        files = (data_dir / "train.bin", data_dir / "val.bin")
-        train, val = (read_ids(file, meta["sha256"][file.stem], len(tokenizer.vocab)) for file in files)
+        size = len(tokenizer.vocab)
+        # they may be larger than memory; if prepare.py replaces one while we train, our mapping keeps the old one
+        dtype = "<u2" if size <= 2**16 else "<u4"
+        train, val = (np.asarray(np.memmap(data_dir / name, dtype, "r")) for name in ("train.bin", "val.bin"))
+        vocabulary = str(meta.get("chars") or meta.get("tokenizer") or meta["vocab_size"]).encode()
+        for name, content in (("train", train), ("val", val), ("vocabulary", vocabulary)):
+            digest = hashlib.sha256(content).hexdigest()
+            if meta["sha256"].get(name, digest) != digest:  # older folders have no hash of the vocabulary
+                raise ValueError(f"{name} has changed")
+        if max(train.max(), val.max()) >= size:
+            raise ValueError(f"the vocabulary has {size} tokens, but the largest id is {max(train.max(), val.max())}")
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         raise ValueError(f"no usable data in {data_dir} ({error}): {hint}") from None
     if len(train) < min_train or len(val) < 2:
         lengths = f"{len(train)} {tokenizer.unit} for training and {len(val)} for validation"
         raise ValueError(f"{lengths}, but we need {min_train} and 2: use longer text or a smaller --block_size")
     return tokenizer, train, val, meta
-
-
-def read_ids(path, digest, vocab_size):
-    """Return the token ids in a file of data/prepare.py, an array. Raises ValueError if it is not what that wrote."""
-    with open(path, "rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-            raise ValueError(f"{path.name} has changed")
-    dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
-    size = path.stat().st_size
-    if not size or size % dtype.itemsize:
-        raise ValueError(f"{path.name} has {size} bytes, and a token takes {dtype.itemsize}")
-    # it may be larger than memory; if prepare.py replaces it while we train, our mapping keeps the old one
-    ids = np.asarray(np.memmap(path, dtype, "r"))
-    if ids.max() >= vocab_size:
-        raise ValueError(f"{path.name} has the id {ids.max()}, but the vocabulary has {vocab_size} tokens")
-    return ids
 
 
 @lru_cache(maxsize=2)  # a batch can span two epochs
@@ -602,14 +590,10 @@ def make_model(config, checkpoint, tokenizer, ids):
 
     tokenizer, ids  of the data; the model of a checkpoint must use the same tokens
     """
-    shape = {name: getattr(config, name) for name in NETWORK} | dict(n_kv_head=config.n_kv_head or None)
-    try:
-        shape = GPTConfig(vocab_size=len(tokenizer.vocab), **shape)
-    except ValueError as error:  # it begins with the name of a field, which is also a flag
-        raise ValueError(f"--{error}") from None
     torch.manual_seed(config.seed)
     if not checkpoint:
-        model = GPT(shape)
+        network = {name: getattr(config, name) for name in NETWORK} | dict(n_kv_head=config.n_kv_head or None)
+        model = GPT(GPTConfig(vocab_size=len(tokenizer.vocab), **network))
         if config.zero_init:
             model.zero_init()
         return model
@@ -622,17 +606,17 @@ def make_model(config, checkpoint, tokenizer, ids):
         encode = f"python data/prepare.py --input FILE --tokenizer {tokens_of} --data_dir FOLDER"
         what = f"the {tokenizer.unit} of the text are not those of the model in {checkpoint['path']}"
         raise ValueError(f"{what}: encode it with those ({encode})")
-    shape.vocab_size = checkpoint["model_args"].get("vocab_size", GPTConfig.vocab_size)
+    model_args = checkpoint["model_args"] | dict(block_size=config.block_size, dropout=config.dropout)
     weights = dict(checkpoint["model"])
     positions = "transformer.wpe.weight"
     if positions in weights:  # a shorter context uses the first rows
         weights[positions] = weights[positions][: config.block_size].clone()
-    return build_model(checkpoint | dict(model=weights, model_args=asdict(shape)))
+    return build_model(checkpoint | dict(model=weights, model_args=model_args))
 
 
 def resume(checkpoint, training_loss, optimizers, scaler):
     """Restore everything in last.pt but the weights of the model. Raises ValueError if it does not fit."""
-    try:
+    with reading(checkpoint["path"]):
         training_loss.load_state_dict(training_loss.model.state_dict(prefix="model.") | checkpoint["loss"])
         for optimizer, state in zip(optimizers, checkpoint["optimizer"], strict=True):
             # our own settings, because a resume may change --weight_decay or --beta2
@@ -644,8 +628,6 @@ def resume(checkpoint, training_loss, optimizers, scaler):
                     raise ValueError("the state of an optimizer does not fit the weights")
         if scaler.is_enabled() and checkpoint["scaler"]:
             scaler.load_state_dict(checkpoint["scaler"])
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"{checkpoint['path']} cannot be resumed: {in_one_line(error)}") from None
 
 
 def main():
@@ -734,10 +716,8 @@ def main():
     size = shutil.get_terminal_size()  # a notebook's terminal has size 0, where tqdm shows no bar
     shown = dict(mininterval=1, disable=NO_BAR, ncols=size.columns, nrows=size.lines)  # a notebook keeps every update
     bar = tqdm(total=config.max_iters, initial=step, unit="step", **shown)
-    row_began = time.perf_counter()  # when the steps of the next row of log.csv began
-    row_step = step
-    began = row_began - seconds
-    loss_sum = torch.zeros((), device=device)  # of those steps
+    began = time.perf_counter() - seconds
+    losses = []  # since the last row of log.csv; tensors, because reading a number would wait for the device
     grad_norm = None
     micro_steps = config.gradient_accumulation_steps
     decay_iters = config.lr_decay_iters or config.max_iters
@@ -757,7 +737,7 @@ def main():
                 with autocast:
                     total, loss = forward(x, y, where, left)
                 scaler.scale(total / micro_steps).backward()
-                loss_sum += loss / micro_steps  # it stays a tensor, because reading a number would wait for the device
+                losses.append(loss)
 
             # update
             if config.grad_clip:
@@ -780,8 +760,8 @@ def main():
             saving = evaluating or step % config.save_interval == 0
             if not (saving or stop) and step % config.log_interval:
                 continue
-            train_loss = all_reduce(loss_sum.item()) / WORLD_SIZE / (step - row_step)
-            speed = (step - row_step) * tokens_per_step / (time.perf_counter() - row_began)
+            train_loss = all_reduce(torch.stack(losses).mean().item()) / WORLD_SIZE
+            speed = len(losses) / micro_steps * tokens_per_step / (time.perf_counter() - began - seconds)
             val_loss = evaluate(model, val, eval_tokens, autocast) if evaluating else None
             stop = stop_signal(signals)  # one may have come during the evaluation
             finite = math.isfinite(train_loss + (val_loss or 0.0)) and all(p.isfinite().all() for p in params)
@@ -814,9 +794,7 @@ def main():
                 more = dict(loss={name: weights[name] for name in weights if not name.startswith("model.")})
                 more |= dict(optimizer=[optimizer.state_dict() for optimizer in optimizers], scaler=scaler.state_dict())
                 save("last.pt", seconds=seconds, evals_since_best=evals_since_best, **more)
-            loss_sum.zero_()
-            row_began = time.perf_counter()
-            row_step = step
+            losses.clear()
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # from now on, Ctrl-C ends the process at once
 

@@ -18,10 +18,6 @@ def note(message):
     print(f"{name}: {message}", file=sys.stderr)
 
 
-def note_model(checkpoint):
-    note(f"using {checkpoint['path']}, step {checkpoint.get('iter_num', 'unknown')}")
-
-
 def fail(message):
     """Exit with code 1 and one line on stderr: a message or an error."""
     if isinstance(message, OSError) and message.filename:  # without "[Errno 2]"
@@ -122,21 +118,6 @@ def hint(word, parser):
     if similar := begun or difflib.get_close_matches(name[2:], known, n=1, cutoff=0.7):
         return f": did you mean --{similar[0]}?"
     return ": docs/interop.md lists what nanoGPT's flags are called here" if parser.prog == "train.py" else ""
-
-
-def number(kind, interval):
-    """Return an argparse type: an int or a float in an interval such as "[0, 1)"."""
-    low, high = (float(bound) for bound in interval[1:-1].split(","))
-
-    def parse(text):
-        value = kind(text)
-        inside = low <= value <= high and (value > low or interval[0] == "[") and (value < high or interval[-1] == "]")
-        if not inside:
-            raise argparse.ArgumentTypeError(f"{text} is not in {interval}")
-        return value
-
-    parse.__name__ = kind.__name__  # argparse says "invalid int value: 'x'"
-    return parse
 
 
 def path(text):

@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from extras.cli import fail, number, one_line_errors, path, run_main
+from extras.cli import fail, one_line_errors, path, run_main
 from extras.formats.checkpoint import load_model
 from extras.formats.nanogpt import read_data
 from extras.formats.tokenizer import tokenizer_from_state
@@ -61,11 +61,6 @@ def val_text(data_dir):
         raise ValueError(f"the data in {folder} cannot be read ({error}): {hint}") from None
 
 
-def encode(tokenizer, text):
-    """Return the ids of the text as a tensor `(N,)`. Raises ValueError."""
-    return torch.tensor(list(tokenizer.encode_text(text) if tokenizer.unit == "tokens" else tokenizer.encode(text)))
-
-
 @torch.no_grad()
 def mean_loss(model, ids, stride):
     """Return the mean cross-entropy in nats over every token of `ids` but the first.
@@ -91,10 +86,9 @@ def parse_args():
     add = parser.add_argument
     add("--text", type=path, metavar="FILE", help="UTF-8 text (default: the val split in --data_dir)")
     add("--data_dir", type=path, default=DATA, help="folder that data/prepare.py wrote (default: data)")
-    add("--stride", type=number(int, "[1, inf)"), help="tokens from window to window (default: the model's context)")
+    add("--stride", type=int, help="tokens from window to window (default: the model's context)")
     add("--ckpt", type=path, help="a checkpoint, a run or a Hugging Face folder (default: as in sample.py)")
-    meta_help = "for a nanoGPT checkpoint: its meta.pkl, or the folder of its tokenizer"
-    add("--meta", type=path, metavar="FILE", help=meta_help)
+    add("--meta", type=path, metavar="FILE", help="for a nanoGPT checkpoint: its meta.pkl, or its tokenizer")
     add("--device", default="auto", help="cpu, cuda, cuda:1, mps; auto (the default): as in sample.py")
     return parser.parse_args()
 
@@ -105,16 +99,16 @@ def main():
         text = read_text(args.text) if args.text else val_text(args.data_dir)
         ckpt = find_checkpoint(args.ckpt)
         model, tokenizer = load_model(ckpt, args.meta)
-        ids = encode(tokenizer, text)
+        ids = torch.tensor(list(tokenizer.encode_text(text) if tokenizer.unit == "tokens" else tokenizer.encode(text)))
         model.to(pick_device(args.device))
     what = args.text or f"the val split in {args.data_dir}"
     unit = tokenizer.unit
     block_size = model.config.block_size
-    stride = args.stride or block_size
+    stride = block_size if args.stride is None else args.stride
     if len(ids) < 2:
         fail(f"{what} has {len(ids)} {unit}, but a loss needs two")
-    if stride > block_size:
-        fail(f"--stride {stride} is above the context of {block_size}")
+    if not 1 <= stride <= block_size:
+        fail(f"--stride {stride} is not from 1 to {block_size}, the context")
     loss = mean_loss(model, ids.to(model.lm_head.weight.device), stride)
     bits_per_byte = loss / math.log(2) * len(ids) / len(text.encode())
     print(

@@ -14,10 +14,10 @@ from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # for python extras/export.py
 
-from extras.cli import fail, lock_folder, need, note_model, one_line_errors, path, run_main, writing_to
+from extras.cli import fail, lock_folder, need, note, one_line_errors, path, run_main, writing_to
 from extras.formats.checkpoint import load_checkpoint
 from extras.formats.hf_read import known_ids
-from extras.formats.onnx import export_onnx, fits_one_file  # before ONNX Runtime itself, because it turns telemetry off
+from extras.formats.onnx import export_onnx  # before ONNX Runtime itself, because it turns telemetry off
 from extras.formats.tokenizer import build_tokenizer
 from model import Parser, build_model, find_checkpoint
 
@@ -32,8 +32,7 @@ def parse_args():
     add("--out_dir", type=path, help="the folder of the run, with ckpt.pt, where the export goes too (default: out)")
     add("--ckpt", type=path, metavar="FILE", help="default: ckpt.pt in --out_dir, or the pretrained model")
     add("--onnx", action="store_true", help="with --format hf: write onnx/model.onnx too, which takes longest")
-    meta_help = "for a nanoGPT checkpoint: its meta.pkl, or the folder of its tokenizer"
-    add("--meta", type=path, metavar="FILE", help=meta_help)
+    add("--meta", type=path, metavar="FILE", help="for a nanoGPT checkpoint: its meta.pkl, or its tokenizer")
     args = parser.parse_args()
     if args.onnx and args.format != "hf":
         parser.error(f"--onnx adds a graph to --format hf, not to --format {args.format}: leave it out")
@@ -45,15 +44,11 @@ def main():
     with one_line_errors():
         need(f"--format {args.format}", *PACKAGES[args.format], *(ONNX if args.onnx else ()))
         checkpoint = load_checkpoint(find_checkpoint(args.ckpt or args.out_dir), args.meta)
-        if not checkpoint.keys() & {"chars", "tokenizer"}:
-            what = "a model of ids, and an export needs their vocabulary"
-            fail(f"{checkpoint['path']} is {what}: pass it as --meta, a tokenizer or nanoGPT's meta.pkl")
         tokenizer = build_tokenizer(checkpoint)
         model = build_model(checkpoint).eval()
-    note_model(checkpoint)
-    if model.config.block_size < 2:
-        fail("a model with a context of 1 token cannot be exported: the exports are checked on longer text")
-    if (args.onnx or args.format == "onnx") and not fits_one_file(model):
+    note(f"using {model.source}")
+    size = sum(p.nbytes for p in model.state_dict().values())
+    if (args.onnx or args.format == "onnx") and size > 2**31 - 2**24:
         fail("an ONNX file cannot hold more than 2 GB: use --format hf, without --onnx")
     folder = Path(args.out_dir or "out") / args.format
     hint = "pass a folder that you can write to as --out_dir, and the model as --ckpt"

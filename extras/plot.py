@@ -37,7 +37,7 @@ def save_pictures(file, draw):
         )
         picture = io.BytesIO()
         with matplotlib.rc_context(paper | ink):
-            draw(colors).savefig(picture, format=file.suffix[1:] or "png", dpi=110)
+            draw(colors).savefig(picture, format=file.suffix[1:], dpi=110)
         files.append(file.with_stem(file.stem + suffix))
         write_atomically(files[-1], [picture.getvalue()])
     return files

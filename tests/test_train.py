@@ -170,12 +170,12 @@ DAMAGE = [  # a file of the data, how it changes, and what the line says
     ("meta.json", lambda raw: raw[:12], "no usable data in {data} ("),
     ("meta.json", lambda raw: b"[]", "no usable data in {data} ("),
     ("meta.json", lambda raw: raw.replace(b"abc", b"aba"), "characters only"),
-    ("train.bin", lambda raw: raw[::-1], "(train.bin has changed): run python data/prepare.py"),
-    ("val.bin", lambda raw: raw[:-2], "(val.bin has changed): run python data/prepare.py"),
+    ("train.bin", lambda raw: raw[::-1], "(train has changed): run python data/prepare.py"),
+    ("val.bin", lambda raw: raw[:-2], "(val has changed): run python data/prepare.py"),
 ]
 MISTAKES = [  # flags, and what the line says
     ("--block_size 100000", "for validation, but we need 100001 and 2: use longer text or a smaller --block_size"),
-    ("--n_embd 65 --n_head 4", "--n_head=4: must be a divisor of n_embd=65"),
+    ("--n_embd 65 --n_head 4", "n_head=4: must be a divisor of n_embd=65"),
     ("--dtype float16", "--dtype float16 needs CUDA to train"),
     *(
         (f"--{flags}", f"--{flags.split(' --')[0]}")

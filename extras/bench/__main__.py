@@ -30,7 +30,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[2]))  # for python extra
 
 from extras.bench.baselines import OpenVinoGPT, ctranslate2_run, llama2c_run, transformers_run
 from extras.bench.parts import parts
-from extras.cli import fail, first_line, need, note, number, one_line_errors, path, run_main
+from extras.cli import fail, first_line, need, note, one_line_errors, path, run_main
 from extras.decode.cuda_graph import GraphedGPT
 from extras.decode.engine import NUM_DRAFTS, Decoder
 from extras.decode.quantize import round_weights
@@ -103,7 +103,7 @@ def warm_runs(names, model, llama2c, idx):
         "compile": lambda: recorded(compiled_stream(model, B)),
         "draft": lambda: recorded(Decoder(model, "ngram", model.ngrams).stream, num_threads(model, drafts)),
         "compile+draft": lambda: recorded(Decoder(model, "ngram", model.ngrams, compile=True).stream),
-        "int8": lambda: recorded(Decoder(rounded(model), compile=True, weights="int8").stream),
+        "int8": lambda: recorded(Decoder(round_weights(copy.deepcopy(model)), compile=True, weights="int8").stream),
         "onnx": lambda: recorded(graph_stream(model, OnnxGPT)),
         "openvino": lambda: recorded(graph_stream(model, lambda file: OpenVinoGPT(file, model.config))),
         "hf": lambda: transformers_run(model),
@@ -144,11 +144,6 @@ def compiled_stream(model, batch_size):
     if model.device.type == "cuda":
         return GraphedGPT(model, batch_size, model.config.block_size, Sampling()).stream
     return Decoder(model, compile=True).stream
-
-
-def rounded(model):
-    """Return a copy of the model whose weights are those of --weights int8."""
-    return round_weights(copy.deepcopy(model))
 
 
 def graph_stream(model, load):
@@ -198,7 +193,6 @@ def summary(times, sizes, num_tokens):
     ttft_ms                 time to first token: from the start to the end of the first step
     tpot_ms                 time per output token: mean over the tokens per row after the first step
     itl_p50_ms, itl_p99_ms  inter-token latency: median and 99th percentile of the time between blocks
-    e2e_ms                  end to end: from the start to the end of the last step
     tokens_per_s            num_tokens per second, end to end
     """
     gaps = 1e3 * np.diff(times)
@@ -208,7 +202,6 @@ def summary(times, sizes, num_tokens):
         tpot_ms=(times[-1] - times[0]) * 1e3 / max(1, sum(sizes[1:])),
         itl_p50_ms=float(p50),
         itl_p99_ms=float(p99),
-        e2e_ms=times[-1] * 1e3,
         tokens_per_s=num_tokens / times[-1],
     )
 
@@ -272,7 +265,8 @@ def bench(file, model, idx, args):
     rows = {}
     for name, results in measure(runs, idx, steps, args.repeats).items():
         if name in ours:
-            compare_tokens(name, rounded(model) if name == "int8" else model, idx, [new for *_, new in results])
+            reference = round_weights(copy.deepcopy(model)) if name == "int8" else model
+            compare_tokens(name, reference, idx, [new for *_, new in results])
         rows[name] = dict(ckpt=file, shape=shape, variant=name, batch=B) | figures(results, T)
     if "uncached" in rows:
         for row in rows.values():
@@ -377,8 +371,8 @@ def parse_args():
     add("--recipe", choices=NETWORKS, help="network of --shapes, as in train.py (default: modern)")
     add("--variants", nargs="+", choices=VARIANTS, metavar="NAME", help="default: all")
     add("--llama2c", type=path, metavar="FOLDER", help="measure llama2.c too: a clone of its repository")
-    add("--batch", type=number(int, "[1, 4096]"), default=1, help="rows (default: 1)")
-    add("--repeats", type=number(int, "[1, 1000]"), default=5, help="runs of each variant (default: 5)")
+    add("--batch", type=int, default=1, help="rows, at most 4096 (default: 1)")
+    add("--repeats", type=int, default=5, help="runs of each variant (default: 5)")
     add("--device", default="auto", help="cpu, cuda; auto: cuda if there is one (default: auto)")
     add("--parts", action="store_true", help="instead, measure the parts of a step of --compile, on the CPU")
     add("--json", type=path, metavar="FILE", help="write the rows as a list of objects")
@@ -389,13 +383,10 @@ def parse_args():
     args.variants = [*names, "llama2c"] if args.llama2c else names
     if args.recipe and not args.shapes:
         parser.error("--recipe needs --shapes: a checkpoint has its own network")
-    if args.plot:  # before we measure
-        with one_line_errors():
-            need("--plot", "matplotlib")
-        from matplotlib.figure import Figure
-
-        if (Path(args.plot).suffix[1:] or "png") not in Figure().canvas.get_supported_filetypes():
-            parser.error(f"--plot {args.plot}: matplotlib cannot write this format, use .png or .svg")
+    if not 1 <= args.batch <= 4096 or args.repeats < 1:
+        parser.error(f"--batch {args.batch} is not from 1 to 4096, or --repeats {args.repeats} is below 1")
+    if args.plot and Path(args.plot).suffix not in (".png", ".svg", ".pdf"):
+        parser.error(f"--plot {args.plot}: name a file that ends with .png, .svg or .pdf")
     return args
 
 
@@ -422,8 +413,10 @@ def models(args):
 def main():
     args = parse_args()
     share_cores()
-    with one_line_errors():
-        found = list(models(args))  # read every file before measuring, so that a bad one fails at once
+    with one_line_errors():  # before measuring, so that a bad file or a missing package fails at once
+        if args.plot:
+            need("--plot", "matplotlib")
+        found = list(models(args))
         for _, model in found:
             model.to(pick_device(args.device))
 

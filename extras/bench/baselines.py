@@ -5,12 +5,12 @@ import subprocess
 import tempfile
 import timeit
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from extras.cli import need
+from extras.formats.onnx import OnnxCache, OnnxGPT
 from model import Sampling
 
 # -- transformers ------------------------------------------------------------------------------------------------------
@@ -27,10 +27,6 @@ def transformers_run(model):
 
     transformers.logging.set_verbosity_error()
     hf = to_transformers(model)
-    with torch.no_grad():  # an edited model.py may compute a different network
-        idx = torch.arange(model.config.block_size, device=hf.device)[None] % model.config.vocab_size
-        if not torch.allclose(hf(idx).logits, model(idx)[0], atol=1e-3, rtol=1e-3):
-            raise ValueError("transformers' class computes a different network than this model.py")
 
     def run(idx, max_new_tokens, seed, record):
         def after_step(ids, scores, **_):  # a stopping criterion that never stops
@@ -54,7 +50,7 @@ def transformers_run(model):
 # -- OpenVINO ----------------------------------------------------------------------------------------------------------
 
 
-class OpenVinoGPT:
+class OpenVinoGPT(OnnxGPT):
     """A file of write_onnx, run by OpenVINO on the CPU in float32, as `generate` of model.py runs a GPT.
 
     OpenVINO chooses the number of threads. Two requests take turns: one reads the cache where the other has written
@@ -65,32 +61,20 @@ class OpenVinoGPT:
     def __init__(self, file, config):
         openvino = need("OpenVINO", "openvino")
         self.config = config
-        self.training = False
         program = openvino.Core().compile_model(str(file), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
         self.requests = [program.create_infer_request(), program.create_infer_request()]
         self.slots = [f"{i}.{kind}" for i in range(config.n_layer) for kind in ("key", "value")]
 
-    def new_cache(self, batch_size, slots=None):
-        """Return an empty cache: its `length`, and `past`, {input of the graph: keys or values}."""
+    def empty_cache(self, batch_size):
         shape = (batch_size, self.config.n_kv_head, 0, self.config.head_size)
-        past = {f"past_key_values.{slot}": np.zeros(shape, np.float32) for slot in self.slots}
-        return SimpleNamespace(length=0, past=past)
+        return OnnxCache([np.zeros(shape, np.float32) for _ in self.slots])
 
-    def __call__(self, idx, cache, last=True):
-        """Return the logits `(B, V)` of the token after idx `(B, T)`, and None, as GPT.forward does."""
-        B, T = idx.shape
-        start = cache.length
-        past = cache.past if start else self.new_cache(B).past
-        cache.length = start + T
-        inputs = {
-            "input_ids": idx.numpy(),
-            "attention_mask": np.ones((B, cache.length), np.int64),
-            "position_ids": np.arange(start, cache.length)[None].repeat(B, axis=0),
-        }
+    def run(self, ids, mask, positions, past):
+        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        inputs |= {f"past_key_values.{slot}": each for slot, each in zip(self.slots, past)}
         self.requests.reverse()
-        outputs = self.requests[0].infer(inputs | past, share_inputs=True, share_outputs=True)
-        cache.past = {f"past_key_values.{slot}": outputs[f"present.{slot}"] for slot in self.slots}
-        return torch.from_numpy(outputs["logits"][:, -1].copy()), None
+        outputs = self.requests[0].infer(inputs, share_inputs=True, share_outputs=True)
+        return outputs["logits"].copy(), [outputs[f"present.{slot}"] for slot in self.slots]
 
 
 # -- CTranslate2 -------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ which do the same amount of work.
 
 import ctypes
 import statistics
-import time
+import timeit
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -17,6 +17,7 @@ from extras.decode.c_step import compile_step
 from extras.decode.engine import Decoder
 
 KINDS = ("products", "attention", "norms, activations", "sampling", "waiting for a thread", "between calls")
+TIMES = 20  # that something is done between two looks at the clock
 
 
 def parts(model, idx, repeats):
@@ -63,8 +64,8 @@ def torch_seconds(linears, B, repeats):
     """Return the seconds that torch takes for the Linear layers of a step of B rows, in their order."""
     inputs = {layer.in_features: torch.randn(B, layer.in_features) for layer in linears}
 
-    def steps(times):
-        for layer in linears * times:
+    def steps():
+        for layer in linears * TIMES:
             layer(inputs[layer.in_features])
 
     return median_seconds(steps, repeats)
@@ -76,18 +77,15 @@ def read_seconds(library, num_bytes, repeats):
     weights = placer(huge_pages(num_bytes))(torch.ones(threads, num_bytes // 4 // threads))
     library.read_all.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     library.read_all.restype = ctypes.c_float
+
+    def read(part):
+        library.read_all(part.data_ptr(), part.numel(), TIMES)
+
     with ThreadPoolExecutor(threads) as pool:
-        return median_seconds(
-            lambda times: [*pool.map(lambda part: library.read_all(part.data_ptr(), part.numel(), times), weights)],
-            repeats,
-        )
+        return median_seconds(lambda: list(pool.map(read, weights)), repeats)
 
 
 def median_seconds(function, repeats):
-    """Return the median of the seconds per time, of function(times), which does something 20 times."""
-    seconds = []
-    for _ in range(repeats + 1):  # the first one warms up
-        began = time.perf_counter()
-        function(20)
-        seconds.append((time.perf_counter() - began) / 20)
-    return statistics.median(seconds[1:])
+    """Return the median of the seconds per time, of function(), which does something TIMES times."""
+    seconds = timeit.repeat(function, number=1, repeat=repeats + 1)
+    return statistics.median(seconds[1:]) / TIMES  # the first one warms up

@@ -52,40 +52,22 @@ def as_c(x):
     return x
 
 
-def addresses(*names):
-    return [(name, ctypes.c_void_p) for name in names]
+def struct(name, *members):
+    """Return a kind of Struct. A member is a name, which stands for an address, or a pair (name, type)."""
+    pairs = [(member, ctypes.c_void_p) if isinstance(member, str) else member for member in members]
+    return type(name, (Struct,), {"_fields_": pairs})
 
 
-class Params(Struct):
-    _fields_ = addresses("weight", "bias")
-
-
-class Layer(Struct):
-    _fields_ = [(name, Params) for name in "c_attn q_norm k_norm attn_proj c_fc mlp_proj".split()]
-
-
-class Cache(Struct):
-    _fields_ = addresses("key", "value")
-
-
-class State(Struct):
-    _fields_ = addresses(*(field.name for field in fields(BatchState)))
-
-
-class Table(Struct):
-    _fields_ = addresses("logits", "after")
+Params = struct("Params", "weight", "bias")
+Layer = struct("Layer", *((name, Params) for name in "c_attn q_norm k_norm attn_proj c_fc mlp_proj".split()))
+Cache = struct("Cache", "key", "value")
+State = struct("State", *(field.name for field in fields(BatchState)))
+Table = struct("Table", "logits", "after")
 
 
 def model_struct(n_layer):
-    class Model(Struct):
-        _fields_ = [
-            *addresses("wte", "wpe", "cos", "sin"),
-            ("lm_head", Params),
-            ("norm", Params * (2 * n_layer + 1)),
-            ("layer", Layer * n_layer),
-        ]
-
-    return Model
+    norms = ("norm", Params * (2 * n_layer + 1))
+    return struct("Model", "wte", "wpe", "cos", "sin", ("lm_head", Params), norms, ("layer", Layer * n_layer))
 
 
 def check_struct_sizes(library, *structs):

@@ -59,9 +59,7 @@ def compile_step(model, num_drafts, table, weights="float32", parts=False):
     """
     for p in model.parameters():
         if p.device.type != "cpu" or p.dtype != torch.float32:
-            raise CompileError(
-                f"the C backend runs in float32 on the CPU, and this model is in {p.dtype} on {p.device}"
-            )
+            raise CompileError(f"the C backend runs in float32 on the CPU, not in {p.dtype} on {p.device}")
     refuse_other_networks(model)
     config = model.config
     if not 0 <= num_drafts < MAX_TOKENS or (num_drafts and table is None):

@@ -56,9 +56,7 @@ def refuse_other_networks(model, graph=False):
     """
     refuse_changed_code(graph)
     refuse_unknown_layers(model)
-    refuse_other_settings(model)
-    if not graph:
-        refuse_other_functions(model)
+    refuse_other_settings(model, graph)
 
 
 def refuse_changed_code(graph):
@@ -81,17 +79,11 @@ def refuse_other_sampling(sampling):
             raise CompileError(f"step.c has no {f.name}")
 
 
-def refuse_other_functions(model):
-    """Raise CompileError if the activations are not those of step.c."""
-    for block in model.transformer["h"]:
-        activation = block.mlp.activation
-        bound = (activation.func, activation.keywords) if isinstance(activation, partial) else (activation, {})
-        if bound != ACTIVATIONS.get(model.config.activation):
-            raise CompileError(f"step.c does not compute the activation {model.config.activation} of this model")
+def refuse_other_settings(model, graph):
+    """Raise CompileError unless every layer is what the config says, which is all that we know.
 
-
-def refuse_other_settings(model):
-    """Raise CompileError unless every layer is what the config says, which is all that we know."""
+    graph  see refuse_other_networks. cuda_graph.py calls the activation of the model, whatever it is
+    """
     config = model.config
     blocks = model.transformer["h"]
     if len(blocks) != config.n_layer:
@@ -99,6 +91,9 @@ def refuse_other_settings(model):
     for block in blocks:
         attn = block.attn
         mlp = block.mlp
+        activation = partial(mlp.activation)  # which may be a partial already
+        if not graph and (activation.func, activation.keywords) != ACTIVATIONS.get(config.activation):
+            raise CompileError(f"step.c does not compute the activation {config.activation} of this model")
         fits = (
             block.norm_first == config.norm_first
             and attn.n_head == config.n_head

@@ -82,14 +82,12 @@ def count_ngrams(ids, vocab_size, limit):
     ids  the text as integers; we read at most the first 2**24
     An n-gram is a context of `order` tokens and the token that follows. Its code is a number in base vocab_size whose
     digits are the tokens, the last token last. `order` is as large as 32-bit codes allow, at most MAX_ORDER.
-    Returns None if there are no n-grams, if no order fits, or if the vocabulary has more than 2,895 tokens: then the
-    table has no room for a row per token, and without contexts the text so far predicts better.
+    Returns None if there are no n-grams, or if the vocabulary has more than 2,895 tokens: then the table has no room
+    for a row per token, and without contexts the text so far predicts better.
     """
     if vocab_size * (vocab_size + 1) > TABLE_SIZE:
         return None
-    order = max((n for n in range(1, MAX_ORDER + 1) if vocab_size ** (n + 1) < 2**31), default=None)
-    if order is None:
-        return None
+    order = max(n for n in range(1, MAX_ORDER + 1) if vocab_size ** (n + 1) < 2**31)
     ids = np.asarray(ids[: 2**24], dtype=np.int64)
     num_positions = max(0, len(ids) - order)
     code = np.zeros(num_positions, dtype=np.int64)
@@ -117,13 +115,12 @@ def order_of(ngrams, vocab_size):
     codes, counts = ngrams["codes"], ngrams["counts"]
     for x in (codes, counts):
         whole = isinstance(x, torch.Tensor) and x.device.type == "cpu" and x.dtype in (torch.int32, torch.int64)
-        require(whole, "codes and counts must be tensors of integers")
         # an expanded tensor, which is not contiguous, can claim any size
-        require(x.dim() == 1 and len(x) and x.is_contiguous(), "codes and counts must be lists, and not empty")
+        fine = whole and x.dim() == 1 and len(x) and x.is_contiguous()
+        require(fine, "codes and counts must be lists of integers, and not empty")
     require(len(codes) == len(counts), f"there are {len(codes)} codes and {len(counts)} counts")
-    require((codes[1:] > codes[:-1]).all(), "the codes must ascend")
-    in_range = codes[0] >= 0 and codes[-1] < vocab_size ** (order + 1)
-    require(in_range, f"a code is no n-gram of {order + 1} out of {vocab_size} tokens")
+    ascend = codes[0] >= 0 and (codes[1:] > codes[:-1]).all() and codes[-1] < vocab_size ** (order + 1)
+    require(ascend, f"the codes must be n-grams of {order + 1} out of {vocab_size} tokens, and ascend")
     require((counts > 0).all(), "a count is not positive")
     return order
 

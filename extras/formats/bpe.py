@@ -51,13 +51,8 @@ class BPETokenizer:
             if max(by_id, default=0) >= 2**20:  # no vocabulary is that large, and the list below would be
                 raise ValueError(f"its largest id is {max(by_id)}")
         except Exception as error:  # tokenizers raises plain Exception
-            why = first_line(error)[:200]
-            other = not content.startswith("{")  # a list of characters, merges, or other text
-            with suppress(ValueError, AttributeError):
-                other = not isinstance(json.loads(content).get("model"), dict)  # a vocabulary may have the word "model"
-            if other:
-                why = "it is not a tokenizer.json of the library tokenizers"
-            raise ValueError(f"the tokenizer cannot be read: {why}") from None
+            hint = "pass a tokenizer.json of the library tokenizers"
+            raise ValueError(f"the tokenizer cannot be read: {hint} ({first_line(error)[:200]})") from None
         # Llama 2 spells rare characters in byte tokens. A run of them is decoded together, and a single wrong byte
         # makes the whole run unreadable
         self.byte_ids = {i for token, i in self.ids.items() if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token)}
@@ -72,12 +67,6 @@ class BPETokenizer:
                 if text and self.encode(text):
                     return text
         raise ValueError("the tokenizer finds no tokens in any text")
-
-    @property
-    def has_characters_only(self):
-        """Whether every token is a character, as to_json writes those of a CharTokenizer."""
-        kind = type(self.tokenizer.model).__name__
-        return kind == "WordLevel" and set(map(len, self.ids)) == {1} and len(self.ids) == len(self.vocab)
 
     def encode(self, text):
         """Return the ids of a prompt as a list, after special tokens such as Llama's <s>.
@@ -151,12 +140,15 @@ class BPETokenizer:
 
 
 def tokenizer_from_json(content):
-    """Return the tokenizer of a tokenizer.json: a CharTokenizer if its tokens are single characters.
+    """Return the tokenizer of a tokenizer.json: a CharTokenizer if its tokens are single characters, as in to_json.
 
     Raises ValueError if the content is not a tokenizer.json.
     """
-    tokenizer = BPETokenizer(content)
-    return CharTokenizer("".join(tokenizer.vocab)) if tokenizer.has_characters_only else tokenizer
+    found = BPETokenizer(content)
+    words = type(found.tokenizer.model).__name__ == "WordLevel"
+    if words and set(map(len, found.ids)) == {1} and len(found.ids) == len(found.vocab):
+        return CharTokenizer("".join(found.vocab))
+    return found
 
 
 def to_json(tokenizer):

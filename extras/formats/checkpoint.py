@@ -25,10 +25,9 @@ def load_model(path, meta=None):
     The arguments and errors are those of load_checkpoint.
     """
     checkpoint = load_checkpoint(path, meta)
-    if checkpoint.keys() & {"chars", "tokenizer"}:
-        tokenizer = build_tokenizer(checkpoint)
-        return model.build_model(checkpoint).eval(), tokenizer
     loaded = model.build_model(checkpoint).eval()
+    if checkpoint.keys() & {"chars", "tokenizer"}:
+        return loaded, build_tokenizer(checkpoint)
     loaded.source += "; it has no vocabulary, so this is ids (--meta takes nanoGPT's meta.pkl or a tokenizer)"
     return loaded, IdTokenizer(loaded.config.vocab_size)
 

@@ -7,7 +7,6 @@ queries and keys, and any number of key/value heads.
 import json
 import pickle
 from dataclasses import asdict
-from functools import partial
 
 import torch
 
@@ -111,7 +110,7 @@ def read_folder(folder):
     try:
         settings = with_defaults(read_object(folder / "config.json"))
         refuse_other_networks(settings)
-        tensors = tensor_readers(folder)
+        tensors = read_tensors(folder)
         config = config_of(read_config(settings, tensors), len(tensors))
         weights = from_transformers(tensors, config)
         tokenizer = tokenizer_from_json(read_tokenizer(folder))
@@ -147,18 +146,16 @@ def special_tokens(folder, settings, size):
     vocabulary of `size` tokens has none of its ids. Names, such as {"eos_token": "<|endoftext|>"}, come from
     special_tokens_map.json and tokenizer_config.json, of which the second one wins.
     """
-
-    def optional(name):
-        file = folder / name
-        return read_object(file) if file.exists() else {}
-
+    names = ("generation_config.json", "special_tokens_map.json", "tokenizer_config.json")
+    files = [folder / name for name in names]
+    generation, *with_names = (read_object(file) if file.exists() else {} for file in files)
     found = {}
-    for source in (settings, optional("generation_config.json")):
+    for source in (settings, generation):
         for role in WITH_ID:
             ids = source.get(f"{role}_token_id")
             if ids is not None and (role not in found or known_ids(ids, size)):
                 found[role] = ids
-    for source in (optional("special_tokens_map.json"), optional("tokenizer_config.json")):
+    for source in with_names:
         for key in (f"{role}_token" for role in (*WITH_ID, "unk", "sep", "cls", "mask")):
             token = source.get(key)
             token = token.get("content") if isinstance(token, dict) else token
@@ -174,8 +171,7 @@ def with_defaults(settings):
     aliases = {name: alias for name, alias in ALIASES.items() if kind == "gpt2" and alias in settings}
     for name, alias in aliases.items():
         if settings.setdefault(name, settings[alias]) != settings[alias]:
-            same = f"its {alias}, which is the same, is {settings[alias]}"
-            raise ValueError(f"its {name} is {settings[name]}, but {same}")
+            raise ValueError(f"its {name} is {settings[name]}, but its {alias}, the same, is {settings[alias]}")
     return DEFAULTS[kind] | rope_parameters(settings) | settings
 
 
@@ -197,58 +193,54 @@ def refuse_other_networks(settings):
         raise ValueError(f"its activation_function {name!r} is none of {', '.join(ACTIVATIONS)}; {other}")
 
 
-def tensor_readers(folder):
-    """Return {name: function that reads this tensor}, with the names of GPT2LMHeadModel or StableLmForCausalLM.
+def read_tensors(folder):
+    """Return {name: tensor}, with the names of GPT2LMHeadModel or StableLmForCausalLM.
 
-    We look for the files that transformers looks for, by name, because shards of an older model may be there, too. We
-    read one tensor at a time, so that a large model is never in memory twice.
+    We look for the files that transformers looks for, by name, because shards of an older model may be there, too. The
+    tensors of safetensors are views of the files, so a large model is not in memory twice.
     """
     index = folder / "model.safetensors.index.json"
     files = [folder / "model.safetensors"]
+    pickled = folder / "pytorch_model.bin"
     places = None  # {tensor: the file that has it}
     if not files[0].exists() and index.exists():
         places = read_object(index)["weight_map"]
         files = [folder / name for name in sorted(set(places.values()))]
-    elif not files[0].exists() and (folder / "pytorch_model.bin").exists():
-        files = []
-    if files:
-        found = set()
+    tensors = {}
+    if not files[0].exists() and places is None and pickled.exists():
+        refuse_pointer(pickled)
+        try:
+            tensors = torch.load(pickled, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:  # torch's advice would be to load it in an unsafe way
+            raise ValueError("pytorch_model.bin is damaged, or contains more than tensors") from None
+    else:
         safetensors = need("it", "safetensors")
+        from safetensors.torch import load_file
 
-        def read(file, name):  # opened for each tensor, because an open file keeps everything it read in memory
-            with safetensors.safe_open(file, "pt") as opened:
-                return opened.get_tensor(name)
-
+        found = set()
         for file in files:
             refuse_pointer(file)
             try:
-                with safetensors.safe_open(file, "pt") as opened:
-                    found |= {(name, file.name) for name in opened.keys()}  # noqa: SIM118
+                shard = load_file(file)
             except safetensors.SafetensorError as error:
                 raise ValueError(f"{file.name} is damaged ({first_line(error)}): download it again") from None
-        readers = {name: partial(read, folder / file, name) for name, file in found}
+            found |= {(name, file.name) for name in shard}
+            tensors |= shard
         if places is not None and (wrong := sorted(found ^ places.items())):
             raise ValueError(f"{index.name} and the shards that it names disagree about {wrong[0][0]}")
-    else:
-        refuse_pointer(folder / "pytorch_model.bin")
-        try:
-            loaded = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError:  # torch's advice would be to load it in an unsafe way
-            raise ValueError("pytorch_model.bin is damaged, or contains more than tensors") from None
-        readers = {name: partial(loaded.__getitem__, name) for name in loaded}
 
     # old files contain causal masks, and OpenAI's are from the class without a head
-    readers = {name: read for name, read in readers.items() if not name.endswith((".attn.bias", ".attn.masked_bias"))}
-    if "wte.weight" in readers:
-        readers = {name if name == "lm_head.weight" else f"transformer.{name}": read for name, read in readers.items()}
-    return readers
+    tensors = {name: x for name, x in tensors.items() if not name.endswith((".attn.bias", ".attn.masked_bias"))}
+    if "wte.weight" in tensors:
+        tensors = {name if name == "lm_head.weight" else f"transformer.{name}": x for name, x in tensors.items()}
+    return tensors
 
 
 def read_config(settings, tensors):
     """Return the fields of GPTConfig for the network in a folder.
 
     settings  the content of config.json
-    tensors   from tensor_readers; they show whether biases are used, and whether the head is tied
+    tensors   from read_tensors; they show whether biases are used, and whether the head is tied
     Raises ValueError for settings that do not fit the tensors, and KeyError for a missing tensor.
     """
     kind = settings["model_type"]
@@ -256,10 +248,10 @@ def read_config(settings, tensors):
     n_embd = config["n_embd"]
     # as in transformers, an lm_head in the file overrides tie_word_embeddings in config.json
     name = "transformer.wte.weight" if kind == "gpt2" else "model.embed_tokens.weight"
-    embedding = tensors[name]()
+    embedding = tensors[name]
     if embedding.shape != (settings["vocab_size"], n_embd):
         raise ValueError(f"its {name} does not fit its config.json")
-    tied = "lm_head.weight" not in tensors or torch.equal(tensors["lm_head.weight"](), embedding)
+    tied = "lm_head.weight" not in tensors or torch.equal(tensors["lm_head.weight"], embedding)
     if "lm_head.weight" not in tensors and not settings["tie_word_embeddings"]:
         raise ValueError(f"it lacks lm_head.weight, and its tie_word_embeddings is {settings['tie_word_embeddings']}")
     config |= dict(vocab_size=settings["vocab_size"], tie_weights=tied)
@@ -269,7 +261,7 @@ def read_config(settings, tensors):
         return config | dict(activation="swiglu", mlp_ratio=mlp_ratio, pos_emb="rope", bias=False)
     hidden = settings["n_inner"] or 4 * n_embd
     mlp_ratio = 4 if hidden == 4 * n_embd else (hidden + 0.5) / n_embd
-    bias = any(read().any() for name, read in tensors.items() if name.endswith("bias"))
+    bias = any(x.any() for name, x in tensors.items() if name.endswith("bias"))
     activation = ACTIVATIONS[settings["activation_function"]]
     return config | dict(activation=activation, mlp_ratio=mlp_ratio, bias=bias)
 
@@ -297,15 +289,15 @@ def from_transformers(tensors, config):
         model = GPT(config)
     parts = their_parts(model)
     for name, part in parts.items():
-        tensor = tensors[name]()
+        tensor = tensors[name]
         if tensor.shape != part.shape or not tensor.is_floating_point():  # integers need a scale
             raise ValueError(f"its {name} does not fit its config.json: it is {tuple(tensor.shape)} in {tensor.dtype}")
         part.copy_(tensor)
         if "layernorm.norms" in name:
             layer, _, head = name.removesuffix(".weight").rpartition(".")
-            if head != "0" and (tensor != tensors[f"{layer}.0.weight"]()).any():
+            if head != "0" and (tensor != tensors[f"{layer}.0.weight"]).any():
                 raise ValueError(f"{name}: each head has its own norm, but in model.py the heads of a layer share one")
     for name in sorted(tensors.keys() - parts.keys() - {"lm_head.weight"}):  # a tied head may be in the file or not
-        if tensors[name]().any():  # zeros add nothing
+        if tensors[name].any():  # zeros add nothing
             raise ValueError(f"it has {name}, which does not belong to the network in its config.json")
     return model.state_dict()

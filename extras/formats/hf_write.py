@@ -70,20 +70,31 @@ def to_transformers(model):
 def write_folder(model, tokenizer, folder, special_tokens=None):
     """Write what transformers reads into an empty folder: the network, its weights and the tokenizer.
 
-    special_tokens  ids and names, as known_special_tokens returns them; None: there are none
+    special_tokens  those of the checkpoint
     Raises ValueError if no class of transformers computes what this model does.
     """
     block_size = model.config.block_size
     hf = to_transformers(model)
     hf.generation_config.max_length = block_size  # otherwise a pipeline adds 256 tokens to any prompt
-    ids, names = special_tokens or ({}, {})
+    ids, names = known_special_tokens(special_tokens or {}, tokenizer)
     for role, value in ids.items():
         for config in (hf.config, hf.generation_config):
             setattr(config, f"{role}_token_id", value)
     if model.config.pos_emb == "rope":
         hf.config.update(ROPE)  # transformers 4 expects them here, 5 has moved them
     hf.save_pretrained(folder)
-    write_tokenizer(tokenizer, block_size, folder, names)
+    (folder / "tokenizer.json").write_text(to_json(tokenizer), encoding="utf-8")
+    settings = dict(
+        tokenizer_class="PreTrainedTokenizerFast",
+        clean_up_tokenization_spaces=False,
+        model_max_length=block_size,
+        padding_side="left",
+        model_input_names=["input_ids", "attention_mask"],  # transformers 4 adds token_type_ids by default
+    )
+    # Characters have no special tokens, not even for padding: pipelines would remove that character from the text, and
+    # servers would end the text at an eos token. A name outside the vocabulary would get an id past the last row of the
+    # weights.
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | names, indent=2), encoding="utf-8")
 
 
 def known_special_tokens(found, tokenizer):
@@ -95,7 +106,6 @@ def known_special_tokens(found, tokenizer):
     """
     ids = {}
     names = {}
-    unknown = {}  # id: the settings that name it
     size = len(tokenizer.vocab)
     special = {t["id"]: t["content"] for t in json.loads(to_json(tokenizer))["added_tokens"] if t["special"]}
     for role in WITH_ID:
@@ -105,11 +115,9 @@ def known_special_tokens(found, tokenizer):
             ids[role] = known if isinstance(value, list) and role == "eos" else known[0]
         for i in value if isinstance(value, list) else [value]:
             if i not in known:
-                unknown.setdefault(repr(i), []).append(f"{role}_token_id")
+                note(f"leaving out {role}_token_id {i!r}: an id is a whole number from 0 to {size - 1}")
         # only what the tokenizer treats as special already: an ordinary token would vanish from text
         names |= {f"{role}_token": special[i] for i in known[::-1] if i in special}
-    for i, roles in unknown.items():  # transformers writes the same one as bos and as eos
-        note(f"leaving out {' and '.join(roles)} {i}: an id is a whole number from 0 to {size - 1}")
     for key, name in found.items():
         if key.endswith("_token") and name in special.values():
             names[key] = name
@@ -118,24 +126,6 @@ def known_special_tokens(found, tokenizer):
     if "eos_token" in names:
         names = dict.fromkeys(("bos_token", "unk_token"), names["eos_token"]) | names
     return ids, names
-
-
-def write_tokenizer(tokenizer, block_size, folder, names):
-    """Write the tokenizer.
-
-    names  of special tokens, {"eos_token": name, ...}
-    Characters have none, not even for padding: pipelines would remove that character from the text, and servers would
-    end the text at an eos token. A name outside the vocabulary would get an id past the last row of the weights.
-    """
-    (folder / "tokenizer.json").write_text(to_json(tokenizer), encoding="utf-8")
-    settings = dict(
-        tokenizer_class="PreTrainedTokenizerFast",
-        clean_up_tokenization_spaces=False,
-        model_max_length=block_size,
-        padding_side="left",
-        model_input_names=["input_ids", "attention_mask"],  # transformers 4 adds token_type_ids by default
-    )
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | names, indent=2), encoding="utf-8")
 
 
 def export_hf(model, tokenizer, folder, special_tokens=None, with_graph=False):
@@ -157,21 +147,14 @@ def export_hf(model, tokenizer, folder, special_tokens=None, with_graph=False):
         made = Path(made)
         ids = own_text(model)
         print(f"{folder}: writing it for transformers", flush=True)
-        special_ids, names = known_special_tokens(special_tokens or {}, tokenizer)
-        write_folder(model, tokenizer, made, (special_ids, names))
+        write_folder(model, tokenizer, made, special_tokens)
         hf = transformers.AutoModelForCausalLM.from_pretrained(made).eval()
+        hf.generation_config.eos_token_id = None  # for text of full length
         theirs = transformers.AutoTokenizer.from_pretrained(made)
         text = tokenizer.decode(range(len(tokenizer.vocab)))
         there = tokenizer.encode(text)
         if theirs(text)["input_ids"] != there or theirs.decode(there) != tokenizer.decode(there):
             raise ValueError(f"the tokenizer for {folder} does not encode and decode like ours")
-
-        if "eos" in special_ids:  # its text ends with this token, whatever we force it to write
-            eos = special_ids["eos"] if isinstance(special_ids["eos"], list) else [special_ids["eos"]]
-            forced = hf.generate(ids[:1, :1], max_length=9, prefix_allowed_tokens_fn=lambda *_: eos)
-            if forced.size(1) != 2:
-                raise ValueError(f"text from {folder} does not end with its eos token {eos}")
-            hf.generation_config.eos_token_id = None  # for a text of full length
 
         def greedy(prompt):  # without this mask, generate hides the pad token wherever it is in the prompt
             everything = torch.ones_like(prompt)

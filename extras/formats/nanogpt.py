@@ -56,9 +56,6 @@ def read_data(folder):
             vocabulary = {"chars": read_meta(folder / "meta.pkl")}
         except ValueError:  # moves, notes or words
             vocabulary = {"vocab_size": meta.get("vocab_size") or len(meta.get("itos") or meta.get("stoi") or ())}
-    size = len(vocabulary.get("chars", "")) or vocabulary["vocab_size"]
-    if type(size) is not int:
-        raise ValueError(f"meta.pkl has vocab_size {size!r}, which is not a number")
     hashes = {}
     most = 0
     for split in ("train", "val"):

@@ -8,7 +8,8 @@ import os
 import shlex
 import tempfile
 import warnings
-from contextlib import contextmanager
+import zipfile
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
@@ -110,7 +111,10 @@ def write_onnx(model, tokenizer, file, queries=False):
     positions = torch.arange(5, 5 + T).repeat(2, 1)
     slots = [f"{i}.{kind}" for i in range(config.n_layer) for kind in ("key", "value")]
 
-    with without_warnings():
+    with ExitStack() as quiet:  # without the exporter's warnings, which are for people who write graphs by hand
+        quiet.enter_context(warnings.catch_warnings(action="ignore"))
+        quiet.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.WARNING)
         proto = torch.onnx.export(
             GPTWithPast(model, queries).eval(),
             (ids, torch.ones(2, 5 + T, dtype=torch.int64), positions, pairs),
@@ -142,29 +146,12 @@ def write_onnx(model, tokenizer, file, queries=False):
     file.write_bytes(proto.SerializeToString())
 
 
-@contextmanager
-def without_warnings():
-    """Leave out the exporter's warnings, which are for people who write graphs by hand."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        logging.disable(before)
-
-
 def weights_sha256(model):
     """Return a hash of the weights of a GPT on the CPU, to recognize the model that a file was made from."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode() + tensor.numpy().tobytes())
     return digest.hexdigest()
-
-
-def fits_one_file(model):
-    """Return whether the model fits into a single ONNX file, which has a limit of 2 GB."""
-    return sum(p.nbytes for p in model.state_dict().values()) < 2**31 - 2**24
 
 
 def export_onnx(model, tokenizer, folder, eos=()):
@@ -217,6 +204,7 @@ def genai_config(model, ids, eos):
 
 # -- running -----------------------------------------------------------------------------------------------------------
 
+# the types of inputs that other tools may have chosen; ONNX Runtime refuses what we feed to an input of any other type
 NUMPY = {"float": np.float32, "float16": np.float16, "double": np.float64, "int64": np.int64, "int32": np.int32}
 
 
@@ -265,14 +253,13 @@ class OnnxGPT:
         self.file = file
         self.source = str(file)
         if not file.is_file():  # before the import, because ONNX Runtime can abort a process that ends right after it
-            run = file.parent.parent if file.parts[-2:] == ("onnx", "model.onnx") else Path("out")
-            where = "" if run == Path("out") else f" --out_dir {shlex.quote(str(run))}"
-            raise FileNotFoundError(f"no ONNX model at {file}: python -m extras.export --format onnx{where} writes one")
+            run = file.parent.parent if file.parts[-2:] == ("onnx", "model.onnx") else "out"
+            hint = f"python -m extras.export --format onnx --out_dir {shlex.quote(str(run))} writes one"
+            raise FileNotFoundError(f"no ONNX model at {file}: {hint}")
         refuse_pointer(file)
-        with open(file, "rb") as opened:
-            if opened.read(2) == b"PK":
-                hint = f"python -m extras.export --format onnx --ckpt {shlex.quote(str(file))} writes one"
-                raise ValueError(f"{file} is a checkpoint, and --engine onnx needs an ONNX file: {hint}")
+        if zipfile.is_zipfile(file):
+            hint = f"python -m extras.export --format onnx --ckpt {shlex.quote(str(file))} writes one"
+            raise ValueError(f"{file} is a checkpoint, and --engine onnx needs an ONNX file: {hint}")
         onnxruntime = need("--engine onnx", "onnxruntime")
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4  # errors are raised, so it need not print them too
@@ -299,44 +286,26 @@ class OnnxGPT:
         slots = [f"{i}.{kind}" for i in range(self.config.n_layer) for kind in ("key", "value")]
         self.outputs = ["logits", *(f"present.{slot}" for slot in slots)]
         self.past_inputs = [f"past_key_values.{slot}" for slot in slots]
-        self.dtypes = self.check_graph()
-        self.check_step()
+        self.dtypes = {each.name: NUMPY.get(each.type[len("tensor(") : -1]) for each in self.session.get_inputs()}
+        self.check_steps()
 
-    def check_graph(self):
-        """Return {input: its numpy dtype}. Raises ValueError if the inputs and outputs are not those of write_onnx."""
-        inputs = {each.name: each for each in self.session.get_inputs()}
-        outputs = {each.name for each in self.session.get_outputs()}
-        expected = {"input_ids", "attention_mask", "position_ids", *self.past_inputs}
-        changed = "its graph is not the one that export.py wrote"
-        if wrong := sorted((inputs.keys() ^ expected) | ({*self.outputs} - outputs)):
-            raise ValueError(f"{self.file}: {changed}: {wrong[0]} is missing, or was added")
-        dtypes = {}
-        for name, each in inputs.items():
-            kind = each.type.removeprefix("tensor(").removesuffix(")")
-            if kind not in NUMPY:
-                raise ValueError(f"{self.file}: {changed}: {name} is {kind}, and only {', '.join(NUMPY)} can be run")
-            dtypes[name] = NUMPY[kind]
-            length = 2 if name in self.past_inputs else 1
-            if any(isinstance(each.shape[axis], int) for axis in (0, length)):
-                raise ValueError(f"{self.file}: {changed}: {name} has the fixed shape {each.shape}")
-        return dtypes
-
-    def check_step(self):
-        """Raise ValueError unless a step at the last position gives logits and a cache of the sizes in the metadata."""
+    def check_steps(self):
+        """Raise ValueError unless a prefill and a step, of two rows, give logits and a cache of the sizes of config."""
         config = self.config
-        ids = np.zeros((1, 1), np.int64)
+        ids = np.zeros((2, 2), np.int64)
+        positions = ids + config.block_size - 1
         try:
-            logits, *past = self.run(ids, ids + 1, ids + config.block_size - 1, self.empty_cache(1).past)
+            past = self.empty_cache(2).past
+            for slots in (2, 4):
+                logits, past = self.run(ids, np.ones((2, slots), np.int64), positions, past)
         except Exception as error:  # ONNX Runtime raises a dozen kinds of exceptions
-            raise ValueError(f"{self.file} cannot be run: {first_line(error)[:200]}") from None
-        sizes = {(1, config.n_kv_head, 1, config.head_size)}
-        if logits.shape() != [1, 1, config.vocab_size] or {tuple(each.shape()) for each in past} != sizes:
+            why = f"{first_line(error)[:200]}; export.py wrote a different graph"
+            raise ValueError(f"{self.file} cannot be run: {why}") from None
+        sizes = {(2, config.n_kv_head, 4, config.head_size)}
+        if logits.shape != (2, 2, config.vocab_size) or {tuple(each.shape()) for each in past} != sizes:
             raise ValueError(f"{self.file} does not have the sizes that its metadata says")
-        logits = logits.numpy()
         if config.vocab_size > 1 and logits.min() == logits.max():
-            raise ValueError(
-                f"{self.file} is damaged: every token gets the logit {logits.max()}, as if its weights were 0"
-            )
+            raise ValueError(f"{self.file} is damaged: every token gets the logit {logits.max()}")
 
     def exported_from(self, path, hint="pass the folder of its ckpt.pt as --out_dir"):
         """Return the GPT of a checkpoint. Raises ValueError if this file was made from different weights."""
@@ -351,8 +320,8 @@ class OnnxGPT:
         export.py writes to onnx/ or hf/onnx/ in the folder of a run, which has ckpt.pt, or last.pt at first.
         """
         for folder in self.file.resolve().parents[:3]:
-            file = next((folder / name for name in ("ckpt.pt", "last.pt") if (folder / name).exists()), None)
-            if file and self.weights_sha256:
+            file = find_checkpoint(folder)
+            if file != folder and self.weights_sha256:
                 self.exported_from(file, "export again, or move it out of the folder of that run")
                 return
 
@@ -380,16 +349,17 @@ class OnnxGPT:
         past = cache.past if cache.length else self.empty_cache(B).past
         end = cache.length + T
         positions = np.arange(cache.length, end)[None].repeat(B, axis=0)
-        logits, *cache.past = self.run(idx.numpy(), np.ones((B, end), np.int64), positions, past)
+        logits, cache.past = self.run(idx.numpy(), np.ones((B, end), np.int64), positions, past)
         cache.length = end
-        logits = torch.from_numpy(logits.numpy()).float()
+        logits = torch.from_numpy(logits).float()
         return logits[:, -1] if last else logits, None
 
     def run(self, ids, mask, positions, past):
-        """Return the logits and the new past, OrtValues, for NumPy arrays and the past of an OnnxCache."""
+        """Return the logits, a NumPy array, and the new past, for NumPy arrays and the past of an OnnxCache."""
         inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
         inputs = {name: self.to_ort(array.astype(self.dtypes[name])) for name, array in inputs.items()}
-        return self.session.run_with_ort_values(self.outputs, inputs | dict(zip(self.past_inputs, past)))
+        logits, *past = self.session.run_with_ort_values(self.outputs, inputs | dict(zip(self.past_inputs, past)))
+        return logits.numpy(), past
 
 
 def open_onnx(args):

@@ -7,7 +7,7 @@ from pathlib import Path
 from extras.formats.bpe import read_tokenizer, tokenizer_from_json, train_bpe
 from extras.formats.nanogpt import read_meta
 from extras.formats.round_trip import check_round_trip
-from model import CharTokenizer, GPTConfig, load_checkpoint
+from model import CharTokenizer, GPTConfig, find_checkpoint, load_checkpoint
 
 
 class IdTokenizer:
@@ -27,10 +27,9 @@ class IdTokenizer:
         words = text.split()
         wrong = next((word for word in words if not word.isdecimal() or int(word) not in self.vocab), None)
         if wrong or not words:
-            hint = f"the model has no vocabulary, so text is ids from 0 to {len(self.vocab) - 1}, such as '5 17 3'"
-            raise ValueError(
-                f"{wrong or text!r} is not an id: {hint} (or add --meta, nanoGPT's meta.pkl or a tokenizer)"
-            )
+            hint = "the model has no vocabulary (--meta takes nanoGPT's meta.pkl or a tokenizer), so text is ids"
+            ids = f"from 0 to {len(self.vocab) - 1}, such as '5 17 3'"
+            raise ValueError(f"{wrong or text!r} is not an id: {hint} {ids}")
         return [int(word) for word in words]
 
     def decode(self, ids):
@@ -91,12 +90,11 @@ def check_vocab_size(tokenizer, vocab_size, path):
 
     Some models pad the vocabulary of their weights to a multiple of 128.
     """
+    size = len(tokenizer.vocab)
     padding = 0 if tokenizer.unit == "characters" else 127
-    if not 0 <= vocab_size - len(tokenizer.vocab) <= padding:
-        raise ValueError(
-            f"{path} has the weights of {vocab_size:,} tokens and a vocabulary of {len(tokenizer.vocab):,} "
-            f"{tokenizer.unit}: they do not belong together"
-        )
+    if not 0 <= vocab_size - size <= padding:
+        both = f"the weights of {vocab_size:,} tokens and a vocabulary of {size:,} {tokenizer.unit}"
+        raise ValueError(f"{path} has {both}: they do not belong together")
 
 
 def read_vocabulary(path):
@@ -134,7 +132,7 @@ def open_tokenizer(name):
     Raises ValueError.
     """
     path = Path(name)
-    for file in (path, path / "ckpt.pt", path / "last.pt"):
-        if file.suffix in (".pt", ".pth", ".ckpt") and file.is_file():
-            return build_tokenizer(load_checkpoint(file))
+    file = find_checkpoint(path)
+    if file.suffix in (".pt", ".pth", ".ckpt") and file.is_file():
+        return build_tokenizer(load_checkpoint(file))
     return tokenizer_from_state(read_vocabulary(path))

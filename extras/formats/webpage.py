@@ -41,18 +41,10 @@ def export_web(model, tokenizer, folder):
         fits = set(START["prompt"]) <= set(chars) and len(START["prompt"]) < config.block_size
         start = START | previous_token_head(model) | ({} if fits else dict(prompt=""))
         graph = file.read_bytes()
-    about = dict(
-        chars=chars,
-        block_size=config.block_size,
-        n_layer=config.n_layer,
-        n_head=config.n_head,
-        n_kv_head=config.n_kv_head,
-        head_size=config.head_size,
-        pos_emb=config.pos_emb,
-        parameters=sum(p.numel() for p in model.parameters()),
-        start=start,
-        opening=opening(model, chars, start),
-    )
+    sizes = ("block_size", "n_layer", "n_head", "n_kv_head", "head_size", "pos_emb")
+    about = dict(chars=chars, start=start, opening=opening(model, chars, start))
+    about |= {name: getattr(config, name) for name in sizes}
+    about["parameters"] = sum(p.numel() for p in model.parameters())
 
     # add the page, and compress large files, because a plain server compresses nothing
     packed = {

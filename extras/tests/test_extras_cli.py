@@ -2,7 +2,6 @@
 
 import argparse
 import errno
-import itertools
 import os
 import shlex
 import shutil
@@ -11,26 +10,12 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from extras.cli import need, number, path
+from extras.cli import need, path
 from helpers import ROOT, assert_help, assert_one_line, here, run, unix
 from model import PRETRAINED, Parser
 
 # -- arguments --------------------------------------------------------------------------------------------------------
-
-
-@given(value=st.integers(-3, 12), low=st.integers(0, 4), high=st.integers(5, 9))
-def test_a_number_is_inside_its_interval(value, low, high):
-    for kind, left, right in itertools.product((int, float), "[(", "])"):
-        inside = low < value < high or (value, left) == (low, "[") or (value, right) == (high, "]")
-        parse = number(kind, f"{left}{low}, {high}{right}")
-        if inside:
-            assert parse(str(value)) == value and type(parse(str(value))) is kind
-        else:
-            with pytest.raises(argparse.ArgumentTypeError, match=f"{value} is not in"):
-                parse(str(value))
 
 
 @pytest.mark.parametrize(
@@ -38,14 +23,13 @@ def test_a_number_is_inside_its_interval(value, low, high):
     [
         (["--file", ""], "argument --file: the path is empty"),  # an unset variable of the shell
         (["--n", "x"], "argument --n: invalid int value: 'x'"),
-        (["--n", "9"], "argument --n: 9 is not in [0, 5]"),
         (["--fil", "a"], "unrecognized arguments: --fil a: did you mean --file?"),
     ],
 )
 def test_a_mistake_in_a_flag_is_one_line(flags, words, capsys):
     parser = Parser("What it does.")
     parser.add_argument("--file", type=path)
-    parser.add_argument("--n", type=number(int, "[0, 5]"))
+    parser.add_argument("--n", type=int)
     with pytest.raises(SystemExit) as stop:
         parser.parse_args(flags)
     assert stop.value.code == 2

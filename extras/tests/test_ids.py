@@ -50,7 +50,7 @@ def test_a_prompt_that_is_not_ids_is_one_line_that_names_meta(prompt, ids):
 @pytest.mark.parametrize("kind", ["hf", "onnx", "web"])
 def test_an_export_says_that_it_needs_a_vocabulary(kind, ids, tmp_path):
     result = here("--format", kind, "--ckpt", ids, "--out_dir", tmp_path, script="extras/export.py")
-    assert_one_line(result, f"{ids} is a model of ids, and an export needs their vocabulary", code=1)
+    assert_one_line(result, f"{ids} has no vocabulary: pass nanoGPT's meta.pkl, or a tokenizer, as --meta", code=1)
 
 
 def test_a_stop_string_is_whole_ids():

@@ -67,9 +67,9 @@ NOT_IDS = "train.bin holds {} values, but nanoGPT's ids are np.uint16"
 @pytest.mark.parametrize(
     "values, size, words",
     [
-        (np.arange(200, dtype="<u2"), "300", "vocab_size '300', which is not a number"),
+        (np.arange(200, dtype="<u2"), "300", "its vocab_size is '300'"),
         (np.arange(200, dtype="<u2"), np.int64(300), "int(size)"),
-        (np.array([1, 2, 3], "<u2"), 3, "train.bin has the id 3, but the vocabulary has 3"),
+        (np.array([1, 2, 3], "<u2"), 3, "the vocabulary has 3 tokens, but the largest id is 3"),
         # read as ids of two bytes, all of these are below GPT-2's vocabulary size, or nearly so
         (np.arange(1, 200, dtype="<u4"), None, NOT_IDS.format("int32")),
         (np.arange(1, 200, dtype="<i8"), None, NOT_IDS.format("int64")),

@@ -218,12 +218,12 @@ def test_records_for_a_model_end_with_its_end_token(call, tmp_path):
 @pytest.mark.parametrize(
     "name, content, words",
     [
-        ("tokenizer.json", '["a", "b"]', ["it is not a tokenizer.json of the library tokenizers"]),
-        ("tokenizer.json", '{"a": 0, "b": 1}', ["it is not a tokenizer.json of the library tokenizers"]),
+        ("tokenizer.json", '["a", "b"]', ["pass a tokenizer.json of the library tokenizers"]),
+        ("tokenizer.json", '{"a": 0, "b": 1}', ["pass a tokenizer.json of the library tokenizers"]),
         ("tokenizer.json", "version https://git-lfs.github.com/spec/v1\n", ["is a Git LFS pointer", "git lfs pull"]),
-        ("vocab.json", '{"model": 0, "a": 1}', ["it is not a tokenizer.json of the library tokenizers"]),
-        ("vocab.txt", "1 'a' 1\n", ["it is not a tokenizer.json of the library tokenizers"]),
-        ("other.model", "minbpe v1\n", ["it is not a tokenizer.json of the library tokenizers"]),
+        ("vocab.json", '{"model": 0, "a": 1}', ["pass a tokenizer.json of the library tokenizers"]),
+        ("vocab.txt", "1 'a' 1\n", ["pass a tokenizer.json of the library tokenizers"]),
+        ("other.model", "minbpe v1\n", ["pass a tokenizer.json of the library tokenizers"]),
         ("tokenizer.model.v1", "\n\x0e\n\x05<unk>\udcff", ["is a SentencePiece model", "writes a tokenizer.json"]),
     ],
 )

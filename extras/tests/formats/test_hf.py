@@ -191,7 +191,7 @@ def ids_in(file, **ids):
 CONFIG, GENERATION = partial(ids_in, "config"), partial(ids_in, "generation_config")
 END = {"content": "<|endoftext|>", "lstrip": False}  # as transformers writes it
 SPECIAL = [  # files of a folder whose vocabulary has 512 tokens and an END; ids and names of its export; words of notes
-    (CONFIG(bos=50256, eos=50256), (None, None), {}, ["bos_token_id and eos_token_id 50256: "]),
+    (CONFIG(bos=50256, eos=50256), (None, None), {}, ["bos_token_id 50256: ", "eos_token_id 50256: "]),
     (CONFIG(eos=[]), (None, None), {}, []),
     (CONFIG(eos="256", bos=True), (None, None), {}, ["eos_token_id '256': ", "bos_token_id True: "]),
     (CONFIG(eos=[3, -1, 513]), (None, [3]), {}, ["eos_token_id -1: ", "eos_token_id 513: "]),

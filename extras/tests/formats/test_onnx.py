@@ -138,7 +138,7 @@ def test_the_check_of_an_export_finds_another_model(exported):
     other = tiny(**vars(model.config))
     with torch.no_grad():
         other.transformer["wte"].weight[3] += 1e-2
-    with pytest.raises(ValueError, match=r"^model\.onnx differs from the model: its logits are off by"):
+    with pytest.raises(ValueError, match=r"^model\.onnx differs from the model by more than 0.0001: logits within"):
         compare_onnx(file, other, own_text(other))
 
 
@@ -152,10 +152,10 @@ def test_the_check_of_an_export_says_what_differs():
     compare_with_pytorch("it", model, ids, logits, lambda prompt: text)
     other = [*text[:9], (text[9] + 1) % len(CHARS), *text[10:]]
     for logits_, text_, words in (
-        (logits + 1, text, r"model: its logits are off by 1.0e\+00, more than 0.0001$"),
-        (logits, text[:9], f"model: its greedy text ends after {9 - T} of {CONTEXT - T} tokens$"),
-        (logits, other, "model: its greedy text differs from token 9 on$"),
-        (logits * torch.nan, other, "off by nan, more than 0.0001, and its greedy text differs"),
+        (logits + 1, text, rf"logits within 1.0e\+00 of .* {CONTEXT - T} of {CONTEXT - T} tokens match$"),
+        (logits, text[:9], f"logits within 0.0e.00 of .* greedy text: {9 - T} of {CONTEXT - T} tokens match$"),
+        (logits, other, f"logits within 0.0e.00 of .* greedy text: .* of {CONTEXT - T} tokens match$"),
+        (logits * torch.nan, text, "logits within nan of"),
     ):
         with pytest.raises(ValueError, match=words):
             compare_with_pytorch("it", model, ids, logits_, lambda prompt, text=text_: text)
@@ -325,8 +325,8 @@ def test_with_8_bit_weights_the_cache_changes_nothing(exported, tmp_path):
 @pytest.mark.parametrize(
     ["change", "words"],
     [
-        (with_a_fixed_batch, "has the fixed shape"),
-        (without_the_cache, "present.0.key is missing"),
+        (with_a_fixed_batch, "cannot be run: .*invalid dimensions"),
+        (without_the_cache, "cannot be run: .*present.0.key"),
     ],
 )
 def test_a_graph_that_is_no_longer_ours_is_refused_in_one_line(exported, change, words, tmp_path):
