@@ -243,7 +243,10 @@ def load_dataset(data_dir, min_train=1):
         size = len(tokenizer.vocab)
         # they may be larger than memory; if prepare.py replaces one while we train, our mapping keeps the old one
         dtype = "<u2" if size <= 2**16 else "<u4"
-        train, val = (np.asarray(np.memmap(data_dir / name, dtype, "r")) for name in ("train.bin", "val.bin"))
+        files = (data_dir / "train.bin", data_dir / "val.bin")
+        if not all(file.stat().st_size for file in files):
+            raise ValueError("train.bin or val.bin is empty")
+        train, val = (np.asarray(np.memmap(file, dtype, "r")) for file in files)
         vocabulary = str(meta.get("chars") or meta.get("tokenizer") or meta["vocab_size"]).encode()
         for name, content in (("train", train), ("val", val), ("vocabulary", vocabulary)):
             digest = hashlib.sha256(content).hexdigest()
