@@ -110,14 +110,10 @@ lint: .venv/installed
 hub: .venv/installed extras/tests/hub/node_modules extras/tests/hub/.packages extras/tests/hub/runtimes/.packages
 	$(PYTEST) $(LONG) extras/tests/test_hub.py
 
-extras/web/node_modules: extras/web/package-lock.json
-	npm ci --prefix extras/web --no-audit --no-fund
-	@touch $@
-
-# outside extras/web/node_modules, because transformers.js takes 0.5 GB and the page does not need it. It is pinned, and
-# the date fixes what it depends on.
-extras/tests/hub/node_modules: extras/tests/hub/package.json
-	npm install --prefix extras/tests/hub --no-package-lock --before 2026-11-28 --ignore-scripts --no-audit --no-fund
+# package.json pins what we use, and the date fixes what that depends on. Those of the hub are apart, because
+# transformers.js takes 0.5 GB and the page does not need it.
+extras/web/node_modules extras/tests/hub/node_modules: %/node_modules: %/package.json
+	npm install --prefix $* --no-package-lock --before 2026-11-28 --ignore-scripts --no-audit --no-fund
 	@touch $@
 
 # outside .venv, because Optimum needs transformers 4, only test_hub.py needs other runtimes, only test_wild.py needs the decoders that check_cache found bugs

@@ -30,7 +30,7 @@ def export_web(model, tokenizer, folder):
         raise ValueError(f"{why}: see --format onnx and hf")
     runtime = WEB / "node_modules" / "onnxruntime-web" / "dist"
     if not runtime.is_dir():
-        raise ValueError(f"the page needs {runtime}: make web installs it (npm ci --prefix extras/web)")
+        raise ValueError(f"the page needs {runtime}: make web installs it (npm install --prefix extras/web)")
 
     # make and check the graph
     config = model.config

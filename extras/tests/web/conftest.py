@@ -49,7 +49,7 @@ def model():
 def page(model, tmp_path_factory):
     """The folder of the exported page."""
     if not (WEB / "node_modules" / "onnxruntime-web").is_dir():
-        pytest.skip("no extras/web/node_modules: run npm ci in extras/web")
+        pytest.skip("no extras/web/node_modules: run npm install in extras/web")
     folder = tmp_path_factory.mktemp("out")
     save_model(folder, model, CHARS)
     ok(run("-m", "extras.export", "--format", "web", "--out_dir", folder))
@@ -94,7 +94,7 @@ def drive():
     def start(script, plan):
         chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
         if not (chromium and shutil.which("node") and (WEB / "node_modules" / "playwright-core").is_dir()):
-            pytest.skip("needs Chromium (or CHROMIUM=/path/to/it), Node.js and npm ci in extras/web")
+            pytest.skip("needs Chromium (or CHROMIUM=/path/to/it), Node.js and npm install in extras/web")
         command = ["node", WEB / "tests" / script, json.dumps(dict(plan, chromium=chromium))]
         return json.loads(ok(subprocess.run(command, capture_output=True, encoding="utf-8", timeout=240)).stdout)
 
