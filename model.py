@@ -22,7 +22,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 import torch.nn as nn
@@ -39,11 +39,12 @@ def checked(name, value, kind):
     """Return a value of a kind. A NumPy or torch scalar becomes a plain number. Raises ValueError for anything else."""
     if getattr(value, "ndim", None) == 0:
         value = value.item()
-    if isinstance(value, float) and value.is_integer() and isinstance(0, kind):
+    kinds = get_args(kind) or (kind,)
+    if type(value) is float and value.is_integer() and int in kinds:
         value = int(value)  # 5.0 is 5, but 2.5 is neither 2 nor 3
-    kinds = kind | int if isinstance(0.5, kind) else kind  # an int may stand for a float
+    allowed = (*kinds, int) if float in kinds else kinds  # an int may stand for a float
     nan = isinstance(value, float) and math.isnan(value)
-    if nan or not isinstance(value, kinds) or isinstance(value, bool) != (kind is bool):
+    if nan or not isinstance(value, allowed) or isinstance(value, bool) != (kind is bool):
         raise ValueError(f"{name}={value!r:.40}: must be {getattr(kind, '__name__', kind)}")
     return value
 
@@ -373,7 +374,7 @@ class GPT(nn.Module):
         cache = self.kv_cache
         if cache and cache.weights and all(map(same, cache.weights, self.parameters())):
             return cache
-        why = "no call has filled the model's own cache, or its weights have changed since"
+        why = "there is no cache of earlier calls any more, or the weights have changed since"
         raise ValueError(f"pos is {pos}, but {why}: start at position 0")
 
     def hidden_states(self, idx, pos=None, cache=None):
@@ -381,12 +382,12 @@ class GPT(nn.Module):
         T = idx.size(1)
         if not 1 <= T <= self.config.block_size:
             raise ValueError(f"{T} positions; this model accepts 1 to {self.config.block_size} (block_size)")
-        if cache is None:
-            pos = torch.arange(T, device=idx.device)
-            mask = None
-        else:
+        mask = None
+        if cache is not None:
             pos = cache.next_positions(idx, pos)
             mask = cache.mask(pos)
+        elif pos is None:
+            pos = torch.arange(T, device=idx.device)
         x = self.transformer["wte"](idx)
         rope = None
         if self.config.pos_emb == "learned":
@@ -437,7 +438,7 @@ def generate(model, idx, max_new_tokens, sampling, kv_cache=True, cache=None):
         context = slide(idx, block_size)
         if kv_cache and cache is None:
             cache = model.new_cache(len(idx), context.size(1) + num_new)
-        elif kv_cache and context is not idx:  # it has slid
+        if cache is not None and context is not idx:  # it has slid
             cache.length = 0
         # feed what the cache lacks: at first the whole context (prefill), then the newest token (decode)
         fed = context if cache is None else context[:, cache.length :]
@@ -735,7 +736,7 @@ def load_checkpoint(path):
 
 
 class SkipInit(TorchFunctionMode):
-    """Inside `with SkipInit():` layers do not initialize themselves. On meta, that would import torch's compiler."""
+    """Inside `with SkipInit():` layers do not initialize themselves, which on meta would import torch's compiler."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if getattr(function, "__module__", None) != "torch.nn.init":
@@ -795,7 +796,7 @@ def extras(module, what=None):
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that keeps the line breaks of its description, and says in one line what is wrong."""
+    """An ArgumentParser that keeps the line breaks of its description, and reports errors in one line."""
 
     def __init__(self, description):
         as_it_is = argparse.RawDescriptionHelpFormatter
@@ -847,6 +848,6 @@ def pick_device(name):
 
 
 def num_threads(model, fed):
-    """Return how many threads to use for a step that feeds `fed` tokens: small steps gain nothing from a second."""
+    """Return how many threads to use for a step that feeds `fed` tokens: a small step gains nothing from a second."""
     multiply_adds = fed * sum(p.numel() for p in model.parameters())
     return 1 if multiply_adds < 2**22 else torch.get_num_threads()

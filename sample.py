@@ -213,7 +213,7 @@ def generate_texts(
     model, tokenizer  from load_model
     prompts           a list of strings, which may differ in length with the folder extras
     max_new_tokens    at most this many; None: until the context is full, or 1000 with overflow="slide"
-    stop              strings, of which the first that is generated ends a text before it
+    stop              strings; a text ends just before the first of them
     kv_cache          False: recompute everything for every token
     draft, compile    "ngram" and True: the same texts, faster, with the folder extras
     on_text           on_text(row, piece) gets each text as it arrives; rows are the samples of the first prompt, then
@@ -327,7 +327,7 @@ def verify(model, rows, cache, settings, num_samples):
     for number, row in enumerate(rows):
         sampling = Sampling(**settings, samples=[number % num_samples])
         new = model.new_cache(1)
-        apart = []  # differences that rounding must explain
+        apart = []  # differences, which must be no larger than rounding
         idx = torch.tensor([row.prompt], device=model.device)
         noises = sampling.noise(1, len(row.new), model.config.vocab_size, model.device)
         for step, (ours, noise) in enumerate(zip(row.new, noises)):
@@ -352,8 +352,8 @@ def verify(model, rows, cache, settings, num_samples):
                     near_ties.add(number)
             apart.append((both[0] - both[1]).abs().max())
             idx = torch.cat((context, idx.new_tensor([[ours]])), dim=1)
-        # after a slide, rows that ended earlier are gone from the cache
-        if cache is not None and (len(row.prompt + row.new) == longest or longest <= block_size):
+        slid = longest > block_size  # then the cache has lost the rows that ended earlier
+        if cache is not None and (not slid or len(row.prompt + row.new) == longest):
             for in_run, again in zip(cache.key + cache.value, new.key + new.value):
                 apart.append((in_run[number, :, : new.length] - again[0, :, : new.length]).abs().max())
         worst = torch.stack(apart).max().item()

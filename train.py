@@ -206,6 +206,7 @@ def make_config(flags, checkpoint=None, on_gpu=False):
         if value is None and name == "min_lr":
             continue
         value = checked(f"--{name}", value, type(default))  # a damaged checkpoint may have anything
+        settings[name] = value
         if choices and value not in choices:
             raise ValueError(f"--{name} cannot be {value!r}")
         least, most = RANGES.get(name, (0, 2**31 if type(default) is int else 1e30))
@@ -299,7 +300,7 @@ def get_batch(ids, config, number, device, rank=RANK, world_size=WORLD_SIZE):
 class TrainingLoss(nn.Module):
     """What a step minimizes: cross-entropy. A module that --loss names has a class like this one.
 
-    It may have weights of its own, and an attribute `saved`, a dict that checkpoints hold, too.
+    It may have weights of its own, and an attribute `saved`, a dict to add to every checkpoint.
     """
 
     def __init__(self, model, config, ids):
@@ -311,7 +312,7 @@ class TrainingLoss(nn.Module):
         """Return the loss to minimize and the loss to report, 0-d tensors.
 
         x, y, where  (B, T) int64: tokens, the next token of each, and the position of each in the text
-        left         the part of the run that is left, from 1 to 0: a float64 tensor, because torch.compile would
+        left         the fraction of the run that is left, from 1 to 0: a float64 tensor, because torch.compile would
                      recompile the step for every new number
         """
         loss = self.model(x, y)[1]
@@ -502,7 +503,7 @@ def begin_folder(out_dir, newest=-1):
         if newest < 0 and any(file.exists() for file in files[1:]):
             previous = next(p for n in itertools.count(1) if not (p := out_dir / f"previous-{n}").exists())
             previous.mkdir()
-            for file in filter(Path.exists, files):  # last.pt last, so we can continue an interrupted move
+            for file in filter(Path.exists, files):  # last.pt last: until it moves, the run can be resumed
                 file.rename(previous / file.name)
             print(f"moved the earlier run in {out_dir} to {previous} (--init_from resume would have continued it)")
 
@@ -582,7 +583,8 @@ def read_checkpoint(init_from, out_dir, meta=None):
 
     needed = {"config", "data_sha256", "iter_num", "best_val_loss", "evals_since_best", "seconds"}
     needed |= {"loss", "optimizer", "scaler"}
-    if not needed <= checkpoint.keys() or not 0 <= checkpoint["iter_num"] <= 2**31:
+    numbers = (checkpoint.get(name, -1) for name in ("iter_num", "evals_since_best", "seconds"))
+    if not needed <= checkpoint.keys() or not all(0 <= number <= 2**31 for number in numbers):
         raise ValueError(f"{path} is not a last.pt of this train.py: start a new run from it")
     names = FLAGS.keys() - {"out_dir"}  # the folder may have a new name
     return checkpoint | dict(config={name: value for name, value in checkpoint["config"].items() if name in names})
@@ -664,8 +666,9 @@ def main():
         if config.eval_only:
             num_tokens = min(eval_tokens if "eval_iters" in flags else math.inf, len(val) - 1)
             loss = evaluate(model, val, num_tokens, autocast)
+            perplexity = math.exp(loss) if loss < 700 else math.inf
             text = f"{num_tokens:,} {tokenizer.unit} of the val split"
-            print(f"val loss {loss:.4f} (perplexity {math.exp(loss):.3f}): {init_from}, {text}")
+            print(f"val loss {loss:.4f} (perplexity {perplexity:.3f}): {init_from}, {text}")
             return 0
 
         # the loss, the optimizers and the folder
@@ -760,8 +763,8 @@ def main():
             # evaluate
             stop = stop_signal(signals)
             evaluating = step == config.max_iters or step % config.eval_interval == 0
-            saving = evaluating or step % config.save_interval == 0
-            if not (saving or stop) and step % config.log_interval:
+            saving = stop or evaluating or step % config.save_interval == 0
+            if not saving and step % config.log_interval:
                 continue
             train_loss = all_reduce(torch.stack(losses).mean().item()) / WORLD_SIZE
             speed = len(losses) / micro_steps * tokens_per_step / (time.perf_counter() - began - seconds)
@@ -792,7 +795,7 @@ def main():
             # save
             if evaluating and evals_since_best == 0:
                 save("ckpt.pt")
-            if saving or stop:
+            if saving:
                 weights = training_loss.state_dict()
                 more = dict(loss={name: weights[name] for name in weights if not name.startswith("model.")})
                 more |= dict(optimizer=[optimizer.state_dict() for optimizer in optimizers], scaler=scaler.state_dict())
@@ -824,11 +827,8 @@ if __name__ == "__main__":
         code = main()
     except KeyboardInterrupt:  # before the run has begun
         sys.exit(130)
-    except OSError as error:
-        if error.filename:
-            raise
-        # while writing, as on a full disk
-        sys.exit(f"train.py: cannot write ({error.strerror}): the last checkpoints are whole")
+    except OSError as error:  # while writing, as on a full disk
+        sys.exit(f"train.py: cannot write ({error}): the last checkpoints are whole")
     except torch.OutOfMemoryError:
         sys.exit("train.py: out of GPU memory: halve --batch_size and double --gradient_accumulation_steps")
     if WORLD_SIZE > 1:

@@ -110,9 +110,10 @@ def main():
     if not 1 <= stride <= block_size:
         fail(f"--stride {stride} is not from 1 to {block_size}, the context")
     loss = mean_loss(model, ids.to(model.lm_head.weight.device), stride)
+    perplexity = math.exp(loss) if loss < 700 else math.inf
     bits_per_byte = loss / math.log(2) * len(ids) / len(text.encode())
     print(
-        f"loss {loss:.4f} (perplexity {math.exp(loss):.3f}, {bits_per_byte:.4f} bits per byte): "
+        f"loss {loss:.4f} (perplexity {perplexity:.3f}, {bits_per_byte:.4f} bits per byte): "
         f"{ckpt}, {len(ids) - 1:,} {unit} of {what}\n"
         f"each is predicted from {block_size + 1 - stride} to {block_size} {unit} before it, fewer near the beginning"
     )

@@ -84,7 +84,7 @@ def changed(value, chance, others):
     if torch.is_tensor(value) and chance.random() < 0.8:
         i = chance.randrange(len(TENSORS))
         return TENSORS[i](value), f"tensor by {i}"
-    if isinstance(value, str) and value.startswith("{") and chance.random() < 0.9:  # metadata of an ONNX file
+    if isinstance(value, str) and value[:2] + value[-1:] == '{"}' and chance.random() < 0.9:  # metadata of ONNX
         new, what = changed(json.loads(value), chance, others)
         return json.dumps(new), what
     near = [value + 1, -value, value * 2] if isinstance(value, (int, float)) else []
