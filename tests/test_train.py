@@ -223,7 +223,7 @@ def test_a_full_disk_is_one_line(data_dir, tmp_path):
         command = [sys.executable, ROOT / "train.py", *map(str, flags)]
         result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     result.stdout = ""
-    assert_one_line(result, "train.py: cannot write (No space left on device)", code=1)
+    assert_one_line(result, "train.py: cannot write ([Errno 28] No space left on device)", code=1)
 
 
 # -- signals -----------------------------------------------------------------------------------------------------------
