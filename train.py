@@ -650,8 +650,11 @@ def main():
         config = make_config(flags, checkpoint, torch.cuda.is_available() and flags.get("device") != "cpu")
         device, dtype = set_up_device(config)
         autocast = nullcontext() if dtype == "float32" else torch.autocast(device.type, getattr(torch, dtype))
-        config.threads = config.threads or torch.get_num_threads()  # saved, because it changes how sums round
-        torch.set_num_threads(config.threads)
+        if WORLD_SIZE > 1:  # torchrun chooses, and a resume without it must not stay at that
+            config.threads = flags.get("threads", 0)
+        else:  # saved for a resume, because it changes how sums round
+            config.threads = config.threads or torch.get_num_threads()
+        torch.set_num_threads(config.threads or torch.get_num_threads())
 
         # the text and the model
         data_dir = Path(config.data_dir or Path(__file__).resolve().parent / "data")
@@ -666,7 +669,7 @@ def main():
         if config.eval_only:
             num_tokens = min(eval_tokens if "eval_iters" in flags else math.inf, len(val) - 1)
             loss = evaluate(model, val, num_tokens, autocast)
-            perplexity = math.exp(loss) if loss < 700 else math.inf
+            perplexity = torch.tensor(loss).exp()  # math.exp raises an error where it is infinite
             text = f"{num_tokens:,} {tokenizer.unit} of the val split"
             print(f"val loss {loss:.4f} (perplexity {perplexity:.3f}): {init_from}, {text}")
             return 0
@@ -722,8 +725,9 @@ def main():
     size = shutil.get_terminal_size()  # a notebook's terminal has size 0, where tqdm shows no bar
     shown = dict(mininterval=1, disable=NO_BAR, ncols=size.columns, nrows=size.lines)  # a notebook keeps every update
     bar = tqdm(total=config.max_iters, initial=step, unit="step", **shown)
-    began = time.perf_counter() - seconds
-    losses = []  # since the last row of log.csv; tensors, because reading a number would wait for the device
+    row_began = time.perf_counter()  # when the steps of the next row of log.csv began
+    began = row_began - seconds
+    losses = []  # of those steps; tensors, because reading a number would wait for the device
     grad_norm = None
     micro_steps = config.gradient_accumulation_steps
     decay_iters = config.lr_decay_iters or config.max_iters
@@ -767,7 +771,7 @@ def main():
             if not saving and step % config.log_interval:
                 continue
             train_loss = all_reduce(torch.stack(losses).mean().item()) / WORLD_SIZE
-            speed = len(losses) / micro_steps * tokens_per_step / (time.perf_counter() - began - seconds)
+            speed = len(losses) / micro_steps * tokens_per_step / (time.perf_counter() - row_began)
             val_loss = evaluate(model, val, eval_tokens, autocast) if evaluating else None
             stop = stop_signal(signals)  # one may have come during the evaluation
             finite = math.isfinite(train_loss + (val_loss or 0.0)) and all(p.isfinite().all() for p in params)
@@ -801,6 +805,7 @@ def main():
                 more |= dict(optimizer=[optimizer.state_dict() for optimizer in optimizers], scaler=scaler.state_dict())
                 save("last.pt", seconds=seconds, evals_since_best=evals_since_best, **more)
             losses.clear()
+            row_began = time.perf_counter()
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # from now on, Ctrl-C ends the process at once
 

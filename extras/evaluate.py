@@ -110,7 +110,7 @@ def main():
     if not 1 <= stride <= block_size:
         fail(f"--stride {stride} is not from 1 to {block_size}, the context")
     loss = mean_loss(model, ids.to(model.lm_head.weight.device), stride)
-    perplexity = math.exp(loss) if loss < 700 else math.inf
+    perplexity = torch.tensor(loss).exp()  # math.exp raises an error where it is infinite
     bits_per_byte = loss / math.log(2) * len(ids) / len(text.encode())
     print(
         f"loss {loss:.4f} (perplexity {perplexity:.3f}, {bits_per_byte:.4f} bits per byte): "

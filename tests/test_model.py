@@ -36,6 +36,13 @@ def test_targets_of_minus_one_do_not_count():
     assert model(idx, targets)[1].item() == pytest.approx(model(idx[:, :4], targets[:, :4])[1].item(), rel=1e-5)
 
 
+def test_positions_without_a_cache_are_those_that_the_caller_says():
+    model, idx = random_model(GPTConfig(**SHAPE)), torch.randint(23, (2, 8))
+    moved = copy.deepcopy(model)
+    moved.transformer.wpe.weight.data = model.transformer.wpe.weight.data.roll(-3, 0)
+    torch.testing.assert_close(model.hidden_states(idx, torch.arange(3, 11)), moved.hidden_states(idx))
+
+
 # -- configuration -----------------------------------------------------------------------------------------------------
 
 

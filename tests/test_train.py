@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -224,6 +225,18 @@ def test_a_full_disk_is_one_line(data_dir, tmp_path):
         result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     result.stdout = ""
     assert_one_line(result, "train.py: cannot write ([Errno 28] No space left on device)", code=1)
+
+
+@unix
+def test_a_folder_that_vanishes_is_one_line(data_dir, tmp_path):
+    process = start(*SMALL, "--max_iters", 10**6, "--data_dir", data_dir, "--out_dir", tmp_path / "out")
+    while not (tmp_path / "out" / "last.pt").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    (tmp_path / "out").rename(tmp_path / "elsewhere")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and len(err.splitlines()) == 1, err
+    assert err.startswith("train.py: cannot write (") and str(tmp_path / "out") in err
 
 
 # -- signals -----------------------------------------------------------------------------------------------------------

@@ -86,5 +86,5 @@ def read_older(checkpoint):
     config = {name: value for name, value in checkpoint["config"].items() if value is not None}
     targets = config.get("ngram_targets") or config.get("mtp_weight")
     config["loss"] = "extras.targets" if targets else "cross_entropy"
-    loss = {f"mtp.{name}": p for name, p in checkpoint.get("mtp", {}).items()}
+    loss = {f"mtp.{name}": p for name, p in checkpoint["mtp"].items()}
     return checkpoint | dict(config=config, loss=loss)

@@ -140,6 +140,12 @@ def test_eval_only_prints_the_loss_of_a_checkpoint_and_of_a_run_and_writes_nothi
         model, _ = load_model(trained / file)
         expected = plain_val_loss(model, val, 32)
         assert (loss, perplexity) == pytest.approx((expected, np.exp(expected)), abs=2e-3)
+    huge = load(trained / "ckpt.pt")
+    for name in ("transformer.wte.weight", "lm_head.weight"):
+        huge["model"][name] = huge["model"][name] * 1e6
+    torch.save(huge, tmp_path / "huge.pt")
+    flags = ["--eval_only", "--data_dir", data_dir, "--device", "cpu"]
+    assert "(perplexity inf)" in ok(here("--init_from", tmp_path / "huge.pt", *flags)).stdout
     for flags in (["--eval_only"], ["--meta", "meta.pkl"]):
         flags += ["--data_dir", data_dir, "--out_dir", tmp_path / "out", "--max_iters", 1]
         assert_one_line(here(*flags), "need a trained model: pass it as --init_from", code=1)

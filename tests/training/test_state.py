@@ -198,6 +198,8 @@ def cut_moments(last):
         {"model_args": {"head_size": 4}},
         {"best_val_loss": math.nan},
         {"seconds": None},
+        {"seconds": math.inf},
+        {"evals_since_best": -1},
         {"data_sha256": [1]},
         cut_moments,
         lambda last: last["optimizer"][0]["state"][0].pop("exp_avg_sq"),
@@ -211,6 +213,14 @@ def test_a_field_of_another_kind_is_refused_before_anything_moves(change, out):
         change(last)
     torch.save(last, out / "last.pt")
     assert_refused(out, words=[] if isinstance(change, dict) else ["does not fit the weights"])
+
+
+def test_a_whole_number_may_be_a_float(out):
+    last = load(out / "last.pt")
+    last["config"]["block_size"] = float(last["config"]["block_size"])
+    torch.save(last, out / "last.pt")
+    ok(here("--init_from", "resume", "--out_dir", out, "--max_iters", 61))
+    assert type(load(out / "last.pt")["config"]["block_size"]) is int
 
 
 def test_a_resume_of_nothing_is_refused(tmp_path):
