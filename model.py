@@ -29,26 +29,6 @@ import torch.nn as nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-
-def require(settings, name, condition, why):
-    if not condition:
-        raise ValueError(f"{name}={getattr(settings, name)!r}: {why}")
-
-
-def checked(name, value, kind):
-    """Return a value of a kind. A NumPy or torch scalar becomes a plain number. Raises ValueError for anything else."""
-    if getattr(value, "ndim", None) == 0:
-        value = value.item()
-    kinds = get_args(kind) or (kind,)
-    if type(value) is float and value.is_integer() and int in kinds:
-        value = int(value)  # 5.0 is 5, but 2.5 is neither 2 nor 3
-    allowed = (*kinds, int) if float in kinds else kinds  # an int may stand for a float
-    nan = isinstance(value, float) and math.isnan(value)
-    if nan or not isinstance(value, allowed) or isinstance(value, bool) != (kind is bool):
-        raise ValueError(f"{name}={value!r:.40}: must be {getattr(kind, '__name__', kind)}")
-    return value
-
-
 # MLP activations: exact GELU, GPT-2's tanh approximation of it, and the SiLU of SwiGLU (Shazeer 2020, arXiv:2002.05202)
 ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "swiglu": F.silu}
 
@@ -125,8 +105,10 @@ class KVCache:
     @property
     def heads(self):
         """The Heads of all layers, heads[layer][i]. Their tensors are views of what attention reads."""
-        filled = [(key[:, :, : self.length], value[:, :, : self.length]) for key, value in zip(self.key, self.value)]
-        return [[Head(*pair) for pair in zip(key.unbind(1), value.unbind(1))] for key, value in filled]
+        return [
+            [Head(key[:, i, : self.length], value[:, i, : self.length]) for i in range(key.size(1))]
+            for key, value in zip(self.key, self.value)
+        ]
 
     def next_positions(self, idx, pos=None):
         """Return the positions `(T,)` of new tokens idx `(B, T)`, which follow the filled slots.
@@ -289,7 +271,7 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.kv_cache = None  # the KVCache that new_cache made last, to look at
+        self.kv_cache = None  # the newest KVCache of new_cache, to look at
         self.source = None  # path and step of the checkpoint, for messages
         self.ngrams = None  # counts of the training text, which some checkpoints have, for sample.py --draft
         self.transformer = nn.ModuleDict({"wte": nn.Embedding(config.vocab_size, config.n_embd)})
@@ -350,19 +332,19 @@ class GPT(nn.Module):
         changed since the model filled its own, and RuntimeError in train mode.
         """
         if pos is not None and cache is None:
-            cache = self._cache_of_earlier_calls(idx, pos)
+            cache = self._implicit_cache(idx, pos)
         with nullcontext() if cache is None else torch.no_grad():
             x = self.hidden_states(idx, pos, cache)
             logits = self.lm_head(x[:, -1] if last else x)
-        if cache is not None:  # only now, so that a forward that fails, or that Ctrl-C ends, can be repeated
+        if cache is not None:  # only now, so that a forward that fails, or is interrupted, can be repeated
             cache.length += idx.size(1)
         loss = None
         if targets is not None:
             loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(0, 1), ignore_index=-1)
         return logits, loss
 
-    def _cache_of_earlier_calls(self, idx, pos):
-        """Return the cache of calls with pos and without a cache. Changed weights must never meet old keys."""
+    def _implicit_cache(self, idx, pos):
+        """Return the cache of calls that pass pos but no cache. Changed weights must never meet old keys."""
         if torch.as_tensor(pos).flatten()[:1].tolist() == [0]:
             cache = self.new_cache(len(idx))
             cache.weights = [p.detach().clone() for p in self.parameters()]
@@ -423,7 +405,7 @@ def generate(model, idx, max_new_tokens, sampling, kv_cache=True, cache=None):
     max_new_tokens  at most this many; unless overflow is "slide", the text ends when the context is full
     sampling        a Sampling
     kv_cache        False: recompute the whole context for every token, which gives the same tokens, more slowly
-    cache           a KVCache, to continue later with a longer idx: it keeps all but the last token. Each
+    cache           a KVCache, to continue later with a longer idx: it holds all but the last token. Each
                     continuation starts the noise at step 0. None: a new cache, also model.kv_cache, to look at
     Raises ValueError for a prompt that does not fit the context, RuntimeError in train mode, and FloatingPointError for
     logits that are infinite or NaN. If you change the weights between two steps, start again: the cache keeps old keys.
@@ -457,6 +439,12 @@ def slide(idx, block_size):
     half context.
     """
     return idx if idx.size(-1) <= block_size else idx[..., -max(1, block_size // 2) :]
+
+
+def num_threads(model, fed):
+    """Return how many threads to use for a step that feeds `fed` tokens: a small step gains nothing from a second."""
+    multiply_adds = fed * sum(p.numel() for p in model.parameters())
+    return 1 if multiply_adds < 2**22 else torch.get_num_threads()
 
 
 # -- the sampler -------------------------------------------------------------------------------------------------------
@@ -523,9 +511,8 @@ def sample_token(logits, noise, sampling):
     the noise by the temperature instead, which is greedy at 0.
     """
     logits = logits.float()
-    score = logits + sampling.temperature * noise
     if sampling.top_k is None and sampling.top_p is None:
-        return score.argmax(-1)
+        return (logits + sampling.temperature * noise).argmax(-1)
     # from the most to the least likely; a stable sort keeps ties in order of id
     logits, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
     if sampling.top_k is not None:
@@ -535,7 +522,7 @@ def sample_token(logits, noise, sampling):
         keep = probs.cumsum(-1) - probs < sampling.top_p
         keep[..., 0] = True
         logits = logits.masked_fill(~keep, -math.inf)
-    score = score.gather(-1, ids).masked_fill(logits == -math.inf, -math.inf)
+    score = logits + sampling.temperature * noise.gather(-1, ids)
     return ids.gather(-1, score.argmax(-1, keepdim=True)).squeeze(-1)
 
 
@@ -603,7 +590,7 @@ class CharTokenizer:
     The tokenizers in extras have the same methods. Their tokens may end in the middle of a character, hence `stream`.
     """
 
-    unit = "characters"  # what messages call tokens
+    unit = "characters"  # the word for tokens in messages
     stop_pattern = staticmethod(re.escape)  # a regular expression that finds a stop string in the text of tokens
 
     def __init__(self, chars):
@@ -781,7 +768,27 @@ def load_model(path):
     return build_model(checkpoint).eval(), CharTokenizer(checkpoint["chars"])
 
 
-# -- what train.py and sample.py share ---------------------------------------------------------------------------------
+# -- helpers, also of train.py and sample.py ---------------------------------------------------------------------------
+
+
+def require(settings, name, condition, why):
+    if not condition:
+        raise ValueError(f"{name}={getattr(settings, name)!r}: {why}")
+
+
+def checked(name, value, kind):
+    """Return a value of a type. A NumPy or torch scalar becomes a plain number. Raises ValueError for anything else."""
+    if getattr(value, "ndim", None) == 0:
+        value = value.item()
+    kinds = get_args(kind) or (kind,)
+    if type(value) is float and value.is_integer() and int in kinds:
+        value = int(value)  # 5.0 is 5, but 2.5 is neither 2 nor 3
+    allowed = (*kinds, int) if float in kinds else kinds  # an int may stand for a float
+    nan = isinstance(value, float) and math.isnan(value)
+    if nan or not isinstance(value, allowed) or isinstance(value, bool) != (kind is bool):
+        raise ValueError(f"{name}={value!r:.40}: must be {getattr(kind, '__name__', kind)}")
+    return value
+
 
 EXTRAS = Path(__file__).resolve().parent / "extras"
 
@@ -807,6 +814,9 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             hint = cli.hint(unknown[0], self) if (cli := extras("cli")) else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        for name, value in vars(flags).items():
+            if value == "":  # probably an unset variable of the shell
+                self.error(f"--{name} is empty")
         return flags
 
     def error(self, message):
@@ -824,13 +834,15 @@ def boolean(text):
 SWITCH = dict(type=boolean, nargs="?", const=True, metavar="True|False")  # a flag that may stand alone
 
 
-def open_streams():
+def begin_script():
     """Make stdout UTF-8, on Windows too, and let it end quietly. A closed stream, as in a daemon, is os.devnull."""
+    if threads := extras("threads"):
+        threads.share_cores()  # threads that spin on a busy machine can be 40 times slower
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     if hasattr(sys.stdout, "reconfigure"):  # a notebook's stdout lacks it
-        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # and any file name
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # a file name may be no UTF-8
         if hasattr(signal, "SIGPIPE") and "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # when `head` has read enough
 
@@ -845,9 +857,3 @@ def pick_device(name):
         kinds = "pass cpu, cuda (an NVIDIA GPU) or mps (the GPU of a Mac)"
         raise ValueError(f"--device {name} cannot be used here: {kinds} ({in_one_line(error)})") from None
     return torch.device(name)
-
-
-def num_threads(model, fed):
-    """Return how many threads to use for a step that feeds `fed` tokens: a small step gains nothing from a second."""
-    multiply_adds = fed * sum(p.numel() for p in model.parameters())
-    return 1 if multiply_adds < 2**22 else torch.get_num_threads()

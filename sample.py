@@ -25,13 +25,13 @@ try:  # importing torch takes a second, in which Ctrl-C may come
         SWITCH,
         Parser,
         Sampling,
+        begin_script,
         extras,
         find_checkpoint,
         generate,
         load_model,
         near_tie,
         num_threads,
-        open_streams,
         pick_device,
         sample_token,
         slide,
@@ -42,104 +42,8 @@ except KeyboardInterrupt:
     sys.exit(130)
 
 SEPARATOR = "\n---------------\n"  # between samples
-FAR = 1e-2  # between two logits, keys or values: rounding alone does not explain that
+FAR = 1e-2  # two logits, keys or values that differ by this much differ by more than rounding
 GPU_STEP = 2**23  # multiply-adds; about where an H100, which waits for Python, overtakes two CPU cores
-
-# -- the command line --------------------------------------------------------------------------------------------------
-
-
-def parse_args():
-    parser = Parser(__doc__)
-    add = parser.add_argument
-    # text and cache
-    add("--prompt", "--start", action="append", help="text to continue, or FILE:path; repeat for a batch")
-    add("--kv_cache", default=True, help="default: True", **SWITCH)
-    add("--no-kv_cache", "--no_kv_cache", action="store_false", dest="kv_cache", help="feed the whole text every time")
-    add("--max_new_tokens", type=int, metavar="N", help="default: until the context is full; 1000 with slide")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeat for several")
-    # sampling
-    add("--temperature", type=float, default=0.8, help="0 is greedy, 1 the model's own distribution (default: 0.8)")
-    add("--top_k", type=int, metavar="K", help="sample from the K most likely tokens")
-    add("--top_p", type=float, metavar="P", help="sample from the most likely tokens whose probabilities add up to P")
-    add("--seed", type=int, default=1337, help="the same seed gives the same text (default: 1337)")
-    add("--overflow", choices=("stop", "slide"), default="stop", help="slide keeps the newest half of a full context")
-    add("--num_samples", type=int, default=1, metavar="N", help="per prompt (default: 1)")
-    # files and device
-    add("--out_dir", help="folder of a run (default: out, or the pretrained model if there is no run)")
-    add("--ckpt", metavar="FILE", help="a checkpoint from elsewhere")
-    add("--device", default="auto", help="cpu, cuda or mps; auto: cuda if that is faster, else cpu (default: auto)")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of weights and cache")
-    add("--verify", help="feed the text again, with the cache and without, and compare", **SWITCH)
-    # with the folder extras
-    add("--draft", choices=("ngram",), help="draft the next tokens from n-grams, and check them in one forward")
-    add("--compile", default=False, help="decode with the C backend, or on a GPU with a CUDA graph", **SWITCH)
-    add("--weights", choices=("float32", "int8"), default="float32", help="int8: faster with --compile, different text")
-    add("--engine", choices=("torch", "onnx"), default="torch", help="onnx: ONNX Runtime, for a file of extras.export")
-    add("--meta", metavar="FILE", help="for a nanoGPT checkpoint: its meta.pkl, or the folder of its tokenizer")
-    add("--explain", help="instead, print the tensor shapes of a prefill and two decode steps", **SWITCH)
-    args = parser.parse_args()
-    for name, most in (("max_new_tokens", 2**31), ("num_samples", 2**12)):
-        value = getattr(args, name)
-        if value is not None and not 1 <= value <= most:
-            parser.error(f"--{name} {value} is not from 1 to {most}")
-    if "" in (args.ckpt, args.out_dir, args.meta, *args.stop):
-        parser.error("--ckpt, --out_dir, --meta or --stop is empty")
-    if args.ckpt and args.out_dir and not (args.engine == "onnx" and args.verify):
-        parser.error("--ckpt and --out_dir both say which model: pass one of them")
-    if args.verify and args.dtype != "float32":
-        parser.error(f"--verify needs --dtype float32: rounding in {args.dtype} changes tokens")
-    return args
-
-
-def note(message):
-    print(f"sample.py: {message}", file=sys.stderr)
-
-
-# -- the model and the prompts -----------------------------------------------------------------------------------------
-
-
-def open_model(args):
-    """Return (model, tokenizer) for the flags. Raises OSError or ValueError."""
-    if args.engine == "onnx":
-        return extras("formats.onnx", "--engine onnx").open_onnx(args)
-    path = find_checkpoint(args.ckpt or args.out_dir)
-    if args.meta or (path / "config.json").exists():  # a Hugging Face folder
-        return extras("formats.checkpoint", path).load_model(path, args.meta)
-    try:
-        return load_model(path)
-    except (OSError, ValueError):
-        if not EXTRAS.is_dir():
-            raise
-    return extras("formats.checkpoint").load_model(path)  # it reads more, or knows more about what is wrong
-
-
-def put_on_device(model, args):
-    """Move a model to --device in --dtype. Raises ValueError."""
-    fed = len(args.prompt or [""]) * args.num_samples * (1 if args.kv_cache else model.config.block_size)
-    small = fed * sum(p.numel() for p in model.parameters()) < GPU_STEP
-    small = small and args.device == "auto" and args.dtype == "float32"
-    if small and torch.cuda.is_available():
-        note("using the CPU, which is faster than a GPU for a step this small (--device cuda uses the GPU)")
-    device = pick_device("cpu" if small else args.device)
-    model.to(device, getattr(torch, args.dtype))
-    if device.type == "cuda":  # the first prefill and the first step take half a second to load libraries
-        model.generate(torch.zeros(1, 16, dtype=torch.int64, device=device), 2, seed=0, overflow="slide")
-
-
-def read_prompt(prompt):
-    """Return a prompt, which may be FILE:path, as text. Raises ValueError."""
-    if prompt.startswith("FILE:"):
-        name = prompt.removeprefix("FILE:")
-        try:
-            prompt = Path(name).read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"cannot read the prompt from the file {name!r}: {error}") from None
-    return newlines(prompt)
-
-
-def newlines(text):  # as when reading a file
-    return text.replace("\r\n", "\n").replace("\r", "\n")
-
 
 # -- generation -------------------------------------------------------------------------------------------------------
 
@@ -148,7 +52,7 @@ class Text:
     """A prompt and its continuation.
 
     prompt, new  tokens: those of the prompt, and those after it, including those of a stop string
-    text         their text, up to the first stop string in the continuation. If two end at once, the longer one wins
+    text         their text, up to the first stop string in the continuation
     ended        whether there was one
     """
 
@@ -156,7 +60,7 @@ class Text:
         self.prompt = prompt
         self.new = []
         self.tokenizer = tokenizer
-        self.stops = [re.compile(tokenizer.stop_pattern(stop)) for stop in stops]
+        self.stop = re.compile("|".join(map(tokenizer.stop_pattern, stops))) if stops else None
         self.longest_stop = max(map(len, stops), default=0)
         self.ended = False
         self.decode = tokenizer.stream()
@@ -169,7 +73,7 @@ class Text:
         """Append a list of tokens, up to the one that completes a stop string."""
         if self.ended:
             return
-        at_once = 1 if self.stops else max(1, len(tokens))
+        at_once = 1 if self.stop else max(1, len(tokens))
         for i in range(0, len(tokens), at_once):
             since = max(self.prompt_length, len(self.text) - self.longest_stop)
             some = tokens[i : i + at_once]
@@ -177,10 +81,9 @@ class Text:
             stable, pending = self.decode(some)
             self.stable += stable
             self.text = self.stable + pending
-            found = [match.span()[::-1] for stop in self.stops if (match := stop.search(self.text, since))]
-            if found:
+            if self.stop and (found := self.stop.search(self.text, since)):
                 self.ended = True
-                self.text = self.text[: min(found)[1]]
+                self.text = self.text[: found.start()]
                 return
 
     def new_piece(self, final=False):
@@ -247,7 +150,7 @@ def generate_texts(
                 on_text(i, piece)
 
     stats = {} if stats is None else stats
-    stats |= dict(rows=rows, times=[], cache=None, offered=0)
+    stats |= dict(rows=rows, times=[], offered=0)
     all_threads = torch.get_num_threads()
     try:
         started = time.perf_counter()
@@ -275,10 +178,12 @@ def generate_texts(
         asked = sampling.num_new_tokens(len(row.prompt), max_new_tokens, block_size)
         if len(row.new) < asked and not row.ended:
             raise RuntimeError(f"a text ended after {len(row.new)} of {asked} new tokens")
-    if cache := stats["cache"]:  # of an engine, which may have gone on after the last stop string
-        cache.length = min(cache.length, max(len(row.prompt + row.new) for row in rows) - 1)
     write(final=True)
     return [[row.text for row in rows[i : i + num_samples]] for i in range(0, len(rows), num_samples)]
+
+
+def note(message):
+    print(f"sample.py: {message}", file=sys.stderr)
 
 
 def report(args, model, stats):
@@ -291,7 +196,7 @@ def report(args, model, stats):
     print(file=sys.stderr)
     note(f"using {model.source}")
     note(f"{line}{sum(new) / times[-1]:,.0f} tokens/s")
-    if stats.get("setup", 0) > 0.1:
+    if stats["setup"] > 0.1:
         note(f"preparing the engine took {stats['setup']:.2f} s, which is not in these figures")
     if args.kv_cache:
         key = model.kv_cache.key
@@ -301,7 +206,7 @@ def report(args, model, stats):
         note(f"KV cache: {formula} * {key[0].itemsize} bytes = {num_bytes:,} bytes")
     else:
         note("KV cache: off")
-    if stats.get("offered"):
+    if stats["offered"]:
         note(f"draft: {stats['accepted']} of {stats['offered']} draft tokens accepted")
     asked = args.max_new_tokens or 0
     if capped := [n for n, row in zip(new, stats["rows"]) if n < asked and not row.ended]:
@@ -368,7 +273,91 @@ def verify(model, rows, cache, settings, num_samples):
     return 0
 
 
-# -- main --------------------------------------------------------------------------------------------------------------
+# -- the command line --------------------------------------------------------------------------------------------------
+
+
+def parse_args():
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    # text and cache
+    add("--prompt", "--start", action="append", help="text to continue, or FILE:path; repeat for a batch")
+    add("--kv_cache", default=True, help="default: True", **SWITCH)
+    add("--no-kv_cache", "--no_kv_cache", action="store_false", dest="kv_cache", help="feed the whole text every time")
+    add("--max_new_tokens", type=int, metavar="N", help="default: until the context is full; 1000 with slide")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeat for several")
+    # sampling
+    add("--temperature", type=float, default=0.8, help="0 is greedy, 1 the model's own distribution (default: 0.8)")
+    add("--top_k", type=int, metavar="K", help="sample from the K most likely tokens")
+    add("--top_p", type=float, metavar="P", help="sample from the most likely tokens whose probabilities add up to P")
+    add("--seed", type=int, default=1337, help="the same seed gives the same text (default: 1337)")
+    add("--overflow", choices=("stop", "slide"), default="stop", help="slide keeps the newest half of a full context")
+    add("--num_samples", type=int, default=1, metavar="N", help="per prompt (default: 1)")
+    # files and device
+    add("--out_dir", help="folder of a run (default: out, or the pretrained model if there is no run)")
+    add("--ckpt", metavar="FILE", help="a checkpoint from elsewhere")
+    add("--device", default="auto", help="cpu, cuda or mps; auto: cuda if that is faster, else cpu (default: auto)")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of weights and cache")
+    add("--verify", help="feed the text again, with the cache and without, and compare", **SWITCH)
+    # with the folder extras
+    add("--draft", choices=("ngram",), help="draft the next tokens from n-grams, and check them in one forward")
+    add("--compile", default=False, help="decode with the C backend, or on a GPU with a CUDA graph", **SWITCH)
+    add("--weights", choices=("float32", "int8"), default="float32", help="int8: faster with --compile, different text")
+    add("--engine", choices=("torch", "onnx"), default="torch", help="onnx: ONNX Runtime, for a file of extras.export")
+    add("--meta", metavar="FILE", help="for a nanoGPT checkpoint: its meta.pkl, or the folder of its tokenizer")
+    add("--explain", help="instead, print the tensor shapes of a prefill and two decode steps", **SWITCH)
+    args = parser.parse_args()
+    for name, most in (("max_new_tokens", 2**31), ("num_samples", 2**12)):
+        value = getattr(args, name)
+        if value is not None and not 1 <= value <= most:
+            parser.error(f"--{name} {value} is not from 1 to {most}")
+    if args.ckpt and args.out_dir and not (args.engine == "onnx" and args.verify):
+        parser.error("--ckpt and --out_dir both say which model: pass one of them")
+    if args.verify and args.dtype != "float32":
+        parser.error(f"--verify needs --dtype float32: rounding in {args.dtype} changes tokens")
+    return args
+
+
+def open_model(args):
+    """Return (model, tokenizer) for the flags. Raises OSError or ValueError."""
+    if args.engine == "onnx":
+        return extras("formats.onnx", "--engine onnx").open_onnx(args)
+    path = find_checkpoint(args.ckpt or args.out_dir)
+    if args.meta or (path / "config.json").exists():  # a Hugging Face folder
+        return extras("formats.checkpoint", path).load_model(path, args.meta)
+    try:
+        return load_model(path)
+    except (OSError, ValueError):
+        if not EXTRAS.is_dir():
+            raise
+    return extras("formats.checkpoint").load_model(path)  # it reads more, or knows more about what is wrong
+
+
+def put_on_device(model, args):
+    """Move a model to --device in --dtype. Raises ValueError."""
+    fed = len(args.prompt or [""]) * args.num_samples * (1 if args.kv_cache else model.config.block_size)
+    small = fed * sum(p.numel() for p in model.parameters()) < GPU_STEP
+    small = small and args.device == "auto" and args.dtype == "float32"
+    if small and torch.cuda.is_available():
+        note("using the CPU, which is faster than a GPU for a step this small (--device cuda uses the GPU)")
+    device = pick_device("cpu" if small else args.device)
+    model.to(device, getattr(torch, args.dtype))
+    if device.type == "cuda":  # the first prefill and the first step take half a second to load libraries
+        model.generate(torch.zeros(1, 16, dtype=torch.int64, device=device), 2, seed=0, overflow="slide")
+
+
+def read_prompt(prompt):
+    """Return a prompt, which may be FILE:path, as text. Raises ValueError."""
+    if prompt.startswith("FILE:"):
+        name = prompt.removeprefix("FILE:")
+        try:
+            prompt = Path(name).read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read the prompt from the file {name!r}: {error}") from None
+    return newlines(prompt)
+
+
+def newlines(text):  # as when reading a file
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def main():
@@ -382,8 +371,6 @@ def main():
             sys.stdout.flush()
 
     try:
-        if threads := extras("threads"):
-            threads.share_cores()  # threads that spin on a busy machine can be 40 times slower
         model, tokenizer = open_model(args)
         if args.weights == "int8":
             extras("decode.quantize", "--weights int8").round_weights(model)
@@ -409,7 +396,7 @@ def main():
 
 
 if __name__ == "__main__":
-    open_streams()
+    begin_script()
     try:
         if code := main():  # a notebook would report an exit with 0
             sys.exit(code)

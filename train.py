@@ -47,11 +47,11 @@ try:  # importing torch takes a second, in which Ctrl-C may come
         CharTokenizer,
         GPTConfig,
         Parser,
+        begin_script,
         build_model,
         checked,
         extras,
         load_checkpoint,
-        open_streams,
         pick_device,
         reading,
         save_checkpoint,
@@ -68,6 +68,16 @@ TORCHRUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
 RANK = int(os.environ["RANK"]) if TORCHRUN else 0
 WORLD_SIZE = int(os.environ["WORLD_SIZE"]) if TORCHRUN else 1
 NO_BAR = True if RANK else None  # None: tqdm shows a bar on a terminal, and nothing elsewhere
+
+
+def all_reduce(value, op=dist.ReduceOp.SUM):
+    """Return the sum, or another reduction, of a number over all processes."""
+    if WORLD_SIZE == 1:
+        return value
+    value = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(value, op)
+    return value.item()
+
 
 # -- settings ----------------------------------------------------------------------------------------------------------
 
@@ -90,7 +100,7 @@ RECIPES = {
     "modern": dict(loss="extras.targets" if EXTRAS.is_dir() else "cross_entropy"),
     "nanogpt": dict(pos_emb="learned", qk_norm=False, activation="gelu", mlp_ratio=4, zero_init=False)
     | dict(loss="cross_entropy", optimizer="adamw", learning_rate=1e-3, beta2=0.99, weight_decay=0.1, grad_clip=1.0)
-    | dict(warmup_iters=100, lr_decay="cosine", lr_stable_frac=0.0, min_lr=None),
+    | dict(warmup_iters=100, lr_decay="cosine", lr_stable_frac=0.0, min_lr=1e-4),
 }
 EVAL_TOKENS = 2**17  # val tokens per evaluation, unless --eval_iters is set
 
@@ -133,7 +143,7 @@ FLAGS = {  # name: (default, help, choices). The type of a flag is that of its d
     "lr_stable_frac": (0.3, "fraction of the steps after warm-up at the peak"),
     "lr_decay": ("linear", "shape of the decay; none: constant", "cosine", "linear", "none"),
     "lr_decay_iters": (0, "step at which the decay ends; 0: max_iters"),
-    "min_lr": (0.0, "learning rate at the end of the decay; recipe nanogpt: learning_rate/10"),
+    "min_lr": (0.0, "learning rate of AdamW at the end of the decay; that of Muon falls to the same fraction"),
     "weight_decay": (0.0, "of AdamW, on matrices and embeddings; muon has none"),
     "beta1": (0.9, "AdamW's beta1"),
     "beta2": (0.95, "AdamW's beta2"),
@@ -152,7 +162,7 @@ DEFAULTS = {name: default for name, (default, *_) in FLAGS.items()}
 RANGES = dict.fromkeys(("batch_size", "max_iters", "eval_interval", "save_interval", "log_interval"), (1, 2**31))
 RANGES |= dict(gradient_accumulation_steps=(1, 2**16), threads=(0, 1024), seed=(0, 2**63 - 1))
 RANGES |= dict.fromkeys(("ngram_targets", "lr_stable_frac"), (0, 1)) | dict.fromkeys(("beta1", "beta2"), (0, 0.99999))
-# settings that a checkpoint fixes: that of a model its network, and that of a run all of these
+# what a checkpoint fixes: that of a model its network, and that of a run all of these settings
 FIXED = NETWORK.keys() - {"dropout"} | {"preset", "recipe", "loss", "mtp_weight", "optimizer"}
 
 
@@ -165,11 +175,7 @@ def parse_flags():
         options = SWITCH if type(default) is bool else options
         help = f"{help} (default: {RECIPES['modern'].get(name, default)})"
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=help, **options)
-    flags = vars(parser.parse_args())
-    for name, value in flags.items():
-        if value == "":
-            parser.error(f"--{name} is empty")
-    return flags
+    return vars(parser.parse_args())
 
 
 def make_config(flags, checkpoint=None, on_gpu=False):
@@ -190,7 +196,7 @@ def make_config(flags, checkpoint=None, on_gpu=False):
             raise ValueError(f"--{name} {flags[name]} conflicts with {what}: leave it out")
 
     preset = "gpu" if on_gpu else "cpu"
-    if checkpoint and checkpoint["path"].is_dir():
+    if checkpoint and checkpoint["path"].is_dir():  # of Hugging Face; the path of a run is that of its file
         preset = "finetune"
     named = dict(recipe="modern", preset=preset) | saved | flags
     settings = DEFAULTS | RECIPES.get(str(named["recipe"]), {}) | PRESETS.get(str(named["preset"]), {})
@@ -198,14 +204,9 @@ def make_config(flags, checkpoint=None, on_gpu=False):
         settings["loss"] = "cross_entropy"  # a trained model knows more than n-grams do
     settings |= named
     if settings["loss"] == "cross_entropy" and (flags.get("ngram_targets") or flags.get("mtp_weight")):
-        if "loss" in flags or "loss" in saved:
-            raise ValueError("--ngram_targets and --mtp_weight need --loss extras.targets, which reads them")
-        settings |= dict(loss="extras.targets", ngram_targets=0.0, mtp_weight=0.0) | flags
+        raise ValueError("--ngram_targets and --mtp_weight need --loss extras.targets, which reads them")
     for name, (default, _, *choices) in FLAGS.items():
-        value = settings[name]
-        if value is None and name == "min_lr":
-            continue
-        value = checked(f"--{name}", value, type(default))  # a damaged checkpoint may have anything
+        value = checked(f"--{name}", settings[name], type(default))  # a damaged checkpoint may have anything
         settings[name] = value
         if choices and value not in choices:
             raise ValueError(f"--{name} cannot be {value!r}")
@@ -215,8 +216,6 @@ def make_config(flags, checkpoint=None, on_gpu=False):
     config = argparse.Namespace(**settings)
     if not checkpoint and (config.preset == "finetune" or config.eval_only or config.meta):
         raise ValueError("--preset finetune, --eval_only and --meta need a trained model: pass it as --init_from")
-    if config.min_lr is not None and config.min_lr > config.learning_rate:
-        raise ValueError(f"--min_lr {config.min_lr} is above --learning_rate {config.learning_rate}: lower it")
     if config.batch_size % WORLD_SIZE and not config.eval_only:
         raise ValueError(f"--batch_size {config.batch_size} is not divisible by {WORLD_SIZE} processes")
     return config
@@ -320,7 +319,7 @@ class TrainingLoss(nn.Module):
 
 
 def loss_class(name, flags):
-    """Return the class TrainingLoss of the setting loss. Raises ValueError.
+    """Return the class TrainingLoss that --loss names. Raises ValueError.
 
     A file must not choose which code runs, so a module of your own is imported only if a flag names it.
     """
@@ -364,15 +363,6 @@ def evaluate(model, ids, num_tokens, autocast):
         count += num_targets
     model.train()
     return all_reduce(total) / all_reduce(count)
-
-
-def all_reduce(value, op=dist.ReduceOp.SUM):
-    """Return the sum, or another reduction, of a number over all processes."""
-    if WORLD_SIZE == 1:
-        return value
-    value = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(value, op)
-    return value.item()
 
 
 # -- the optimizers ----------------------------------------------------------------------------------------------------
@@ -471,7 +461,7 @@ def lr_multiplier(step, config):
     """
     if not config.learning_rate:  # 0 turns Muon off too
         return 0.0
-    floor = 0.1 if config.min_lr is None else config.min_lr / config.learning_rate
+    floor = min(1.0, config.min_lr / config.learning_rate)
     if step < config.warmup_iters:
         return (step + 1) / (config.warmup_iters + 1)
     if config.lr_decay == "none" or config.lr_stable_frac >= 1:
@@ -485,60 +475,6 @@ def lr_multiplier(step, config):
 
 
 # -- a run -------------------------------------------------------------------------------------------------------------
-
-COLUMNS = ("step", "seconds", "train_loss", "val_loss", "lr", "tokens_per_s", "grad_norm")  # of log.csv
-
-
-def begin_folder(out_dir, newest=-1):
-    """Begin log.csv, and move an earlier run out of the way. Returns a lock of out_dir to close at the end.
-
-    newest  for a resume, the last step of log.csv to keep
-    Raises ValueError if another process has the lock, or if out_dir cannot be written.
-    """
-    log = out_dir / "log.csv"
-    files = [log, out_dir / "ckpt.pt", out_dir / "last.pt"]
-    try:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        lock = cli.lock_folder(out_dir) if (cli := extras("cli")) else nullcontext()
-        if newest < 0 and any(file.exists() for file in files[1:]):
-            previous = next(p for n in itertools.count(1) if not (p := out_dir / f"previous-{n}").exists())
-            previous.mkdir()
-            for file in filter(Path.exists, files):  # last.pt last: until it moves, the run can be resumed
-                file.rename(previous / file.name)
-            print(f"moved the earlier run in {out_dir} to {previous} (--init_from resume would have continued it)")
-
-        # A killed run has rows newer than its last.pt, which we write again. A full disk can cut the last row short.
-        rows = log.read_bytes().splitlines(keepends=True)[1:] if log.exists() else []
-        steps = [row.split(b",")[0] for row in rows]
-        rows = [row for row, step in zip(rows, steps) if row.endswith(b"\n") and step.isdigit() and int(step) <= newest]
-        write_atomically(log, [",".join(COLUMNS).encode() + b"\r\n", *rows])
-    except OSError as error:
-        hint = "change --out_dir, or to resume, copy the folder"
-        raise ValueError(f"cannot write to {out_dir} ({error.strerror}): {hint}") from None
-    return lock
-
-
-def catch_signals():
-    """Return a list to which Ctrl-C and SIGTERM append their numbers, so that we can finish the current step.
-
-    A second Ctrl-C ends the process at once. A second SIGTERM does not, because `timeout` sends two.
-    """
-    received = []
-
-    def receive(signum, frame):
-        received.append(signum)
-        if signum == signal.SIGINT and not TORCHRUN:  # torchrun forwards a Ctrl-C that we have already received
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) != signal.SIG_IGN:  # jobs that a shell script starts with & ignore Ctrl-C
-            signal.signal(number, receive)
-    return received
-
-
-def stop_signal(signals):
-    """Return the number of a signal that any process has received, or 0. All processes get the same answer."""
-    return int(all_reduce(signals[0] if signals else 0, dist.ReduceOp.MAX))
 
 
 def set_up_device(config):
@@ -635,6 +571,61 @@ def resume(checkpoint, training_loss, optimizers, scaler):
             scaler.load_state_dict(checkpoint["scaler"])
 
 
+COLUMNS = ("step", "seconds", "train_loss", "val_loss", "lr", "tokens_per_s", "grad_norm")  # of log.csv
+
+
+def begin_folder(out_dir, newest=-1):
+    """Begin log.csv, and move an earlier run out of the way. Returns a lock of out_dir to close at the end.
+
+    newest  for a resume, the last step of log.csv to keep
+    Raises ValueError if another process has the lock, or if out_dir cannot be written.
+    """
+    log = out_dir / "log.csv"
+    files = [log, out_dir / "ckpt.pt", out_dir / "last.pt"]
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        lock = cli.lock_folder(out_dir) if (cli := extras("cli")) else nullcontext()
+        if newest < 0 and any(file.exists() for file in files[1:]):
+            previous = next(p for n in itertools.count(1) if not (p := out_dir / f"previous-{n}").exists())
+            previous.mkdir()
+            for file in filter(Path.exists, files):  # last.pt last: until it moves, the run can be resumed
+                file.rename(previous / file.name)
+            print(f"moved the earlier run in {out_dir} to {previous} (--init_from resume would have continued it)")
+
+        # A killed run has rows newer than its last.pt, which we write again. A full disk can cut the last row short.
+        rows = log.read_bytes().splitlines(keepends=True)[1:] if log.exists() else []
+        steps = [row.split(b",")[0] for row in rows]
+        rows = [row for row, step in zip(rows, steps) if row.endswith(b"\n") and step.isdigit() and int(step) <= newest]
+        write_atomically(log, [",".join(COLUMNS).encode() + b"\r\n", *rows])
+    except OSError as error:
+        hint = "change --out_dir, or to resume, copy the folder"
+        raise ValueError(f"cannot write to {out_dir} ({error.strerror}): {hint}") from None
+    return lock
+
+
+def catch_signals():
+    """Return a list to which Ctrl-C and SIGTERM append their numbers, so that we can finish the current step.
+
+    A second Ctrl-C ends the process at once. A second SIGTERM does not, because `timeout` sends two.
+    """
+    received = []
+
+    def receive(signum, frame):
+        received.append(signum)
+        if signum == signal.SIGINT and not TORCHRUN:  # torchrun forwards a Ctrl-C that we have already received
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:  # jobs that a shell script starts with & ignore Ctrl-C
+            signal.signal(number, receive)
+    return received
+
+
+def stop_signal(signals):
+    """Return the number of a signal that any process has received, or 0. All processes get the same answer."""
+    return int(all_reduce(signals[0] if signals else 0, dist.ReduceOp.MAX))
+
+
 def main():
     """Train, or only evaluate. Returns the exit code."""
     flags = parse_flags()
@@ -642,15 +633,12 @@ def main():
     resuming = init_from == "resume"
     out_dir = Path(flags.get("out_dir", "out"))
     try:  # an error here is a user's mistake, and one line; a later one is a bug, with a traceback
-        if threads := extras("threads"):
-            threads.share_cores()  # threads that spin on a busy machine can be 40 times slower
-
         # settings and device
         checkpoint = read_checkpoint(init_from, out_dir, flags.get("meta"))
         config = make_config(flags, checkpoint, torch.cuda.is_available() and flags.get("device") != "cpu")
         device, dtype = set_up_device(config)
         autocast = nullcontext() if dtype == "float32" else torch.autocast(device.type, getattr(torch, dtype))
-        if WORLD_SIZE > 1:  # torchrun chooses, and a resume without it must not stay at that
+        if WORLD_SIZE > 1:  # torchrun chooses, and a resume without it must not inherit its choice
             config.threads = flags.get("threads", 0)
         else:  # saved for a resume, because it changes how sums round
             config.threads = config.threads or torch.get_num_threads()
@@ -773,7 +761,6 @@ def main():
             train_loss = all_reduce(torch.stack(losses).mean().item()) / WORLD_SIZE
             speed = len(losses) / micro_steps * tokens_per_step / (time.perf_counter() - row_began)
             val_loss = evaluate(model, val, eval_tokens, autocast) if evaluating else None
-            stop = stop_signal(signals)  # one may have come during the evaluation
             finite = math.isfinite(train_loss + (val_loss or 0.0)) and all(p.isfinite().all() for p in params)
             if not finite:  # before broken weights replace a checkpoint
                 hint = "lower --learning_rate or --muon_learning_rate (the checkpoints are from before that step)"
@@ -827,7 +814,7 @@ def main():
 if __name__ == "__main__":
     if RANK:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    open_streams()
+    begin_script()
     try:
         code = main()
     except KeyboardInterrupt:  # before the run has begun

@@ -1,6 +1,5 @@
 """The command lines of extras: flags, and messages in one line each, without a traceback."""
 
-import argparse
 import difflib
 import errno
 import importlib
@@ -120,21 +119,14 @@ def hint(word, parser):
     return ": docs/interop.md lists what nanoGPT's flags are called here" if parser.prog == "train.py" else ""
 
 
-def path(text):
-    """An argparse type: a path. An empty one is refused, because it is probably an unset shell variable."""
-    if not text:
-        raise argparse.ArgumentTypeError("the path is empty")
-    return text
-
-
 # -- main --------------------------------------------------------------------------------------------------------------
 
 
 def run_main(main):
     """Run main(), whose output may go to a pipe that closes early. A file error is one line."""
-    from model import open_streams  # here, because data/prepare.py has no torch
+    from model import begin_script  # here, because data/prepare.py has no torch
 
-    open_streams()
+    begin_script()
     try:
         main()
     except OSError as error:

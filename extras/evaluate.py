@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from extras.cli import fail, one_line_errors, path, run_main
+from extras.cli import fail, one_line_errors, run_main
 from extras.formats.checkpoint import load_model
 from extras.formats.nanogpt import read_data
 from extras.formats.tokenizer import tokenizer_from_state
@@ -84,11 +84,11 @@ def mean_loss(model, ids, stride):
 def parse_args():
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("--text", type=path, metavar="FILE", help="UTF-8 text (default: the val split in --data_dir)")
-    add("--data_dir", type=path, default=DATA, help="folder that data/prepare.py wrote (default: data)")
+    add("--text", metavar="FILE", help="UTF-8 text (default: the val split in --data_dir)")
+    add("--data_dir", default=DATA, help="folder that data/prepare.py wrote (default: data)")
     add("--stride", type=int, help="tokens from window to window (default: the model's context)")
-    add("--ckpt", type=path, help="a checkpoint, a run or a Hugging Face folder (default: as in sample.py)")
-    add("--meta", type=path, metavar="FILE", help="for a nanoGPT checkpoint: its meta.pkl, or its tokenizer")
+    add("--ckpt", help="a checkpoint, a run or a Hugging Face folder (default: as in sample.py)")
+    add("--meta", metavar="FILE", help="for a nanoGPT checkpoint: its meta.pkl, or its tokenizer")
     add("--device", default="auto", help="cpu, cuda, cuda:1, mps; auto (the default): as in sample.py")
     return parser.parse_args()
 

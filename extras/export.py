@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # for python extras/export.py
 
-from extras.cli import fail, lock_folder, need, note, one_line_errors, path, run_main, writing_to
+from extras.cli import fail, lock_folder, need, note, one_line_errors, run_main, writing_to
 from extras.formats.checkpoint import load_checkpoint
 from extras.formats.hf_read import known_ids
 from extras.formats.onnx import export_onnx  # before ONNX Runtime itself, because it turns telemetry off
@@ -29,10 +29,10 @@ def parse_args():
     parser = Parser(__doc__)
     add = parser.add_argument
     add("--format", choices=PACKAGES, required=True, help="output format, and the name of the folder in --out_dir")
-    add("--out_dir", type=path, help="the folder of the run, with ckpt.pt, where the export goes too (default: out)")
-    add("--ckpt", type=path, metavar="FILE", help="default: ckpt.pt in --out_dir, or the pretrained model")
+    add("--out_dir", help="the folder of the run, with ckpt.pt, where the export goes too (default: out)")
+    add("--ckpt", metavar="FILE", help="default: ckpt.pt in --out_dir, or the pretrained model")
     add("--onnx", action="store_true", help="with --format hf: write onnx/model.onnx too, which takes longest")
-    add("--meta", type=path, metavar="FILE", help="for a nanoGPT checkpoint: its meta.pkl, or its tokenizer")
+    add("--meta", metavar="FILE", help="for a nanoGPT checkpoint: its meta.pkl, or its tokenizer")
     args = parser.parse_args()
     if args.onnx and args.format != "hf":
         parser.error(f"--onnx adds a graph to --format hf, not to --format {args.format}: leave it out")

@@ -29,7 +29,7 @@ NEED_EXTRAS = [
     "train.py --init_from folder",
     "train.py --init_from out/ckpt.pt --meta meta.pkl",
     "train.py --data_dir tokens",
-    "train.py --ngram_targets 0.5",
+    "train.py --loss extras.targets",
     "data/prepare.py --input data/sample.txt --tokenizer bpe",
 ]
 MISTAKES = [(command, "the folder extras of the repository", 1) for command in NEED_EXTRAS]

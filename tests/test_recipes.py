@@ -126,8 +126,6 @@ def test_a_folders_model_decides_the_network_and_needs_no_help_to_begin():
     config = make_config(dict(init_from="out/hf", dropout=0.1), checkpoint=checkpoint)
     assert (config.n_layer, config.block_size, config.tie_weights, config.dropout) == (1, 16, False, 0.1)
     assert config.loss == "cross_entropy"
-    config = make_config(dict(init_from="out/hf", mtp_weight=0.3), checkpoint=checkpoint)
-    assert (config.loss, config.mtp_weight, config.ngram_targets) == ("extras.targets", 0.3, 0.0)
     config = make_config(dict(init_from="out/hf", loss="extras.targets"), checkpoint=checkpoint)
     assert (config.loss, config.mtp_weight, config.ngram_targets) == ("extras.targets", 0.3, 1.0)
     run = checkpoint | dict(config=checkpoint["config"] | dict(loss="cross_entropy"))

@@ -192,7 +192,6 @@ MISTAKES = [  # flags, and what the line says
     ("--threads 100000", "--threads 100000 is not a number from 0 to 1024"),
     ("--out_dir train.py", "cannot write to train.py (File exists)"),
     ("--device nonsense", "--device nonsense cannot be used here"),
-    ("--learning_rate 0 --min_lr 1e-4", "--min_lr 0.0001 is above --learning_rate 0.0"),
     ("--init_from out/none", "no checkpoint at out/none"),
     ("--data_dir none", "run python data/prepare.py --data_dir none, or pass a different --data_dir"),
     ("--data_dir train.py", "run python data/prepare.py --input train.py"),

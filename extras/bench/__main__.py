@@ -30,14 +30,14 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[2]))  # for python extra
 
 from extras.bench.baselines import OpenVinoGPT, ctranslate2_run, llama2c_run, transformers_run
 from extras.bench.parts import parts
-from extras.cli import fail, first_line, need, note, one_line_errors, path, run_main
+from extras.cli import fail, first_line, need, note, one_line_errors, run_main
 from extras.decode.cuda_graph import GraphedGPT
 from extras.decode.engine import NUM_DRAFTS, Decoder
 from extras.decode.quantize import round_weights
 from extras.formats.checkpoint import load_checkpoint
 from extras.formats.onnx import OnnxGPT, write_onnx
 from extras.plot import save_pictures
-from extras.threads import share_cores, torch_threads
+from extras.threads import torch_threads
 from model import (
     GPT,
     CharTokenizer,
@@ -366,17 +366,17 @@ def parse_args():
     parser = Parser(f"{__doc__}\nvariants:\n{variants}")
     add = parser.add_argument
     add_model = parser.add_mutually_exclusive_group().add_argument
-    add_model("--ckpt", nargs="+", type=path, metavar="FILE", help="default: out/ckpt.pt, or the pretrained model")
+    add_model("--ckpt", nargs="+", metavar="FILE", help="default: out/ckpt.pt, or the pretrained model")
     add_model("--shapes", nargs="+", type=shape, metavar="L/H/C/S[/V]", help="measure random weights of these shapes")
     add("--recipe", choices=NETWORKS, help="network of --shapes, as in train.py (default: modern)")
     add("--variants", nargs="+", choices=VARIANTS, metavar="NAME", help="default: all")
-    add("--llama2c", type=path, metavar="FOLDER", help="measure llama2.c too: a clone of its repository")
+    add("--llama2c", metavar="FOLDER", help="measure llama2.c too: a clone of its repository")
     add("--batch", type=int, default=1, help="rows, at most 4096 (default: 1)")
     add("--repeats", type=int, default=5, help="runs of each variant (default: 5)")
     add("--device", default="auto", help="cpu, cuda; auto: cuda if there is one (default: auto)")
     add("--parts", action="store_true", help="instead, measure the parts of a step of --compile, on the CPU")
-    add("--json", type=path, metavar="FILE", help="write the rows as a list of objects")
-    add("--plot", type=path, metavar="FILE", help="draw the time per token (matplotlib), and FILE-dark for a dark page")
+    add("--json", metavar="FILE", help="write the rows as a list of objects")
+    add("--plot", metavar="FILE", help="draw the time per token (matplotlib), and FILE-dark for a dark page")
     args = parser.parse_args()
 
     names = args.variants or [name for name in VARIANTS if name != "llama2c"]
@@ -412,7 +412,6 @@ def models(args):
 
 def main():
     args = parse_args()
-    share_cores()
     with one_line_errors():  # before measuring, so that a bad file or a missing package fails at once
         if args.plot:
             need("--plot", "matplotlib")

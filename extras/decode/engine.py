@@ -63,9 +63,10 @@ class Decoder:
 def open_engine(model, rows, max_new_tokens, sampling, stats, kv_cache=True, draft=None, compile=False):
     """Return the engine for some texts. It chooses the number of torch's threads.
 
-    rows            the texts. Each has a `prompt`, a list of ids, and `ended`: if the caller sets it, the row ends
+    rows            the texts. Each has `prompt` and `new`, lists of ids, and `ended`. The caller appends to `new`, and
+                    sets `ended` to end a row
     sampling        a Sampling
-    stats           a dict for the counts and the cache of a Generation
+    stats           a dict for the counts of a Generation
     kv_cache        False is refused, because every engine has a cache
     draft, compile  those of Decoder. A note on stderr says why there is no compiled step
     Raises ValueError.
@@ -102,8 +103,8 @@ class Generation:
     prompts   B int64 tensors of one dimension
     sampling  a Sampling
     texts     those of open_engine, to learn which rows have ended
-    stats     a dict that gets `cache`, a KVCache; `forwards`, how many there were so far; `offered`, how many draft
-              tokens they checked; and `accepted`, how many of those they accepted
+    stats     a dict that gets `forwards`, how many there were so far; `offered`, how many draft tokens they checked;
+              and `accepted`, how many of those they accepted
     Rows advance at their own pace, because a step accepts more draft tokens in some of them, and a longer prompt fills
     its context earlier. A row with fewer than n new tokens is padded with -1.
 
@@ -116,7 +117,7 @@ class Generation:
         self.sampling = sampling
         self.texts = texts
         self.stats = {} if stats is None else stats
-        self.stats |= dict(cache=None, forwards=0, offered=0, accepted=0)
+        self.stats |= dict(forwards=0, offered=0, accepted=0)
         lengths = [len(prompt) for prompt in prompts]
         block_size = self.model.config.block_size
         self.slides = sampling.overflow == "slide"
@@ -131,9 +132,17 @@ class Generation:
         if decoder.program:
             refuse_other_sampling(sampling)
             self.run, self.cache = decoder.program(self.state)
-            self.stats["cache"] = self.model.kv_cache = self.cache
+            self.model.kv_cache = self.cache
 
     def __iter__(self):
+        try:
+            yield from self._blocks()
+        finally:  # also where the caller has had enough: a call may have gone on after the last stop string
+            if self.texts:
+                longest = max(len(text.prompt + text.new) for text in self.texts)
+                self.cache.length = min(self.cache.length, longest - 1)
+
+    def _blocks(self):
         state = self.state
         goal = self.goal
         block_size = self.model.config.block_size
@@ -194,7 +203,6 @@ class Generation:
         num_drafts = self.decoder.num_drafts
         if not state.cached.any():  # at the start, and after the context has moved
             self.cache = prefill(model, state, int(self.goal.max()) + num_drafts)
-            self.stats["cache"] = self.cache
         before = state.end.tolist()
         fed = speculative_step(model, self.cache, state, num_drafts, self.decoder.table, self.noise_of, self.sampling)
         self.cache.length = int(state.cached.max())  # without the draft tokens that were rejected

@@ -50,8 +50,9 @@ def load_checkpoint(path, meta=None):
     vocabulary = read_vocabulary(Path(meta)) if meta else {}
     with torch.serialization.safe_globals(NUMPY_SCALARS):
         checkpoint = in_our_names(model.load_checkpoint(path))
-    if {"config", "mtp"} <= checkpoint.keys():
-        checkpoint = read_older(checkpoint)
+    if {"config", "evals_since_best"} <= checkpoint.keys():
+        with model.reading(path):
+            checkpoint = read_older(checkpoint)
     if meta and any(name in checkpoint for name in ("chars", "tokenizer")):
         raise ValueError(f"{path} has its own vocabulary: leave out --meta")
     return checkpoint | vocabulary
@@ -78,12 +79,16 @@ def in_our_names(checkpoint):
 
 
 def read_older(checkpoint):
-    """Return a last.pt of an older train.py as today's writes it.
+    """Return a last.pt, perhaps of an older train.py, as today's writes it.
 
-    It had no setting `loss`, None where there is a default now, and a field of its own for the layers of
-    extras.targets.
+    The oldest had no setting `loss`, None where there is a default now, and a field of its own for the layers of
+    extras.targets. In later ones, a min_lr of None was a tenth of the learning rate.
     """
     config = {name: value for name, value in checkpoint["config"].items() if value is not None}
+    if "min_lr" not in config:
+        config["min_lr"] = config["learning_rate"] / 10
+    if "mtp" not in checkpoint:
+        return checkpoint | dict(config=config)
     targets = config.get("ngram_targets") or config.get("mtp_weight")
     config["loss"] = "extras.targets" if targets else "cross_entropy"
     loss = {f"mtp.{name}": p for name, p in checkpoint["mtp"].items()}

@@ -70,7 +70,8 @@ def test_without_both_targets_it_is_cross_entropy():
 
 
 def test_the_layers_ahead_are_saved_for_a_resume_and_the_model_has_none(data_dir, tmp_path):
-    ok(here(*SMALL, "--mtp_weight", 0.5, "--max_iters", 4, "--data_dir", data_dir, "--out_dir", tmp_path))
+    flags = [*SMALL, "--loss", "extras.targets", "--ngram_targets", 0, "--mtp_weight", 0.5, "--data_dir", data_dir]
+    ok(here(*flags, "--max_iters", 4, "--out_dir", tmp_path))
     last, best = (load(tmp_path / name) for name in ("last.pt", "ckpt.pt"))
     assert len(last["loss"]) == NUM_AHEAD
     assert not any(torch.equal(weight, torch.eye(len(weight))) for weight in last["loss"].values())
@@ -80,8 +81,8 @@ def test_the_layers_ahead_are_saved_for_a_resume_and_the_model_has_none(data_dir
 
 @pytest.mark.parametrize("block_size", [1, 3])
 def test_a_short_context_has_fewer_tokens_after_the_next(block_size, data_dir, tmp_path):
-    flags = [*SMALL, "--data_dir", data_dir, "--mtp_weight", 0.5, "--block_size", block_size, "--max_iters", 2]
-    ok(here(*flags, "--out_dir", tmp_path / "out"))
+    flags = [*SMALL, "--data_dir", data_dir, "--loss", "extras.targets", "--block_size", block_size]
+    ok(here(*flags, "--max_iters", 2, "--out_dir", tmp_path / "out"))
     assert len(load(tmp_path / "out" / "last.pt")["loss"]) == block_size - 1
 
 

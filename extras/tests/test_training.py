@@ -100,7 +100,7 @@ def test_a_second_run_in_an_out_dir_is_refused_until_the_first_is_dead(data_dir,
 def test_a_run_of_an_older_train_py_goes_on(out):
     """Its config had no loss, had None for none or automatic, and two flags that are now those of extras.evaluate."""
     ckpt = load(out / "last.pt")
-    old = dict.fromkeys("text stride n_kv_head eval_iters patience lr_decay_iters threads meta".split())
+    old = dict.fromkeys("text stride n_kv_head eval_iters patience lr_decay_iters threads meta min_lr".split())
     ckpt["config"] |= old | dict(ngram_targets=0.0, mtp_weight=0.0)
     ckpt["mtp"] = ckpt.pop("loss")
     ckpt["model_args"] |= {"n_kv_head": None}
@@ -108,7 +108,8 @@ def test_a_run_of_an_older_train_py_goes_on(out):
     torch.save(ckpt, out / "last.pt")
     ok(here("--init_from", "resume", "--out_dir", out, "--max_iters", 61))
     last = load(out / "last.pt")
-    assert last["iter_num"] == 61 and last["config"]["loss"] == "cross_entropy" and last["config"]["min_lr"] is None
+    assert last["iter_num"] == 61 and last["config"]["loss"] == "cross_entropy"
+    assert last["config"]["min_lr"] == last["config"]["learning_rate"] / 10
 
 
 # -- the plot ----------------------------------------------------------------------------------------------------------

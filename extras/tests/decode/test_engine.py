@@ -122,7 +122,7 @@ def test_a_row_that_leaves_costs_nothing_more_and_changes_no_other(way, overflow
     for leavers in ([1], [0, 2], [0, 1, 2]):
         for when in (1, 4):
             blocks = []
-            texts = [SimpleNamespace(ended=False) for _ in range(3)]
+            texts = [SimpleNamespace(prompt=[0], new=[], ended=False) for _ in range(3)]
             for block in Generation(decoder, list(idx), steps, Sampling(seed=1, overflow=overflow), texts):
                 blocks.append(block)
                 if len(blocks) == when:
