@@ -376,7 +376,7 @@ def main():
             extras("decode.quantize", "--weights int8").round_weights(model)
         if args.engine == "torch":
             put_on_device(model, args)
-        prompts = [read_prompt(prompt) or tokenizer.default_prompt for prompt in args.prompt or [""]]
+        prompts = [read_prompt(prompt) for prompt in args.prompt or [""]]
         if args.explain:
             return extras("decode.explain", "--explain").explain_flags(model, tokenizer, prompts, args, settings)
         how = dict(num_samples=args.num_samples, stop=list(map(newlines, args.stop)), kv_cache=args.kv_cache)

@@ -35,6 +35,31 @@ STAND_IN = HERE / "sample.txt"
 STAND_IN_SOURCE = "sample.txt (offline stand-in)"
 
 
+def parse_args():
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message} (--help lists the flags)\n")
+    add = parser.add_argument
+    add("--input", nargs="+", default=[], metavar="FILE", help="use these UTF-8 text files, one after the other")
+    add("--field", metavar="NAME", help="for JSON and JSON Lines: the field with the text, if there are several")
+    add("--val", metavar="FILE", help="text for the val split (default: the last tenth)")
+    add("--data_dir", default=HERE, metavar="DIR", help="where to write (default: this script's folder)")
+    add("--tokenizer", metavar="bpe|MODEL", help="learn a BPE from the text, or take the tokens of a model")
+    add("--vocab_size", type=int, default=512, metavar="N", help="of --tokenizer bpe (default: 512)")
+    add("--force", action="store_true", help="start over, even if that replaces your own text")
+    args, unknown = parser.parse_known_args()
+    if unknown:
+        hint = "" if unknown[0].startswith("-") else ": to prepare your own text, type --input FILE"
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    if "" in (args.tokenizer, args.data_dir, args.val, *args.input):
+        parser.error("--input, --tokenizer, --data_dir or --val is empty")
+    records = [name for name in (*args.input, args.val or "") if Path(name).suffix.lower() in RECORDS]
+    if args.field is not None and not records:
+        parser.error(f"--field {args.field} is for JSON, and --input has none: leave it out")
+    if args.vocab_size != 512 and args.tokenizer != "bpe":
+        parser.error("--vocab_size needs --tokenizer bpe")
+    return args
+
+
 def read(name, args):
     """Return the text of a file. Records end with a blank line, or with the end token of a model. Raises ValueError."""
     if Path(name).is_dir():
@@ -82,31 +107,6 @@ def in_order(text):
         if len(lines) >= 20 and len(rising) >= 5 and not 0.05 < sum(rising) / len(rising) < 0.95:
             return True
     return False
-
-
-def parse_args():
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message} (--help lists the flags)\n")
-    add = parser.add_argument
-    add("--input", nargs="+", default=[], metavar="FILE", help="use these UTF-8 text files, one after the other")
-    add("--field", metavar="NAME", help="for JSON and JSON Lines: the field with the text, if there are several")
-    add("--val", metavar="FILE", help="text for the val split (default: the last tenth)")
-    add("--data_dir", default=HERE, metavar="DIR", help="where to write (default: this script's folder)")
-    add("--tokenizer", metavar="bpe|MODEL", help="learn a BPE from the text, or take the tokens of a model")
-    add("--vocab_size", type=int, default=512, metavar="N", help="of --tokenizer bpe (default: 512)")
-    add("--force", action="store_true", help="start over, even if that replaces your own text")
-    args, unknown = parser.parse_known_args()
-    if unknown:
-        hint = "" if unknown[0].startswith("-") else ": to prepare your own text, type --input FILE"
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-    if "" in (args.tokenizer, args.data_dir, args.val, *args.input):
-        parser.error("--input, --tokenizer, --data_dir or --val is empty")
-    records = [name for name in (*args.input, args.val or "") if Path(name).suffix.lower() in RECORDS]
-    if args.field is not None and not records:
-        parser.error(f"--field {args.field} is for JSON, and --input has none: leave it out")
-    if args.vocab_size != 512 and args.tokenizer != "bpe":
-        parser.error("--vocab_size needs --tokenizer bpe")
-    return args
 
 
 def main():

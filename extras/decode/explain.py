@@ -83,7 +83,8 @@ def explain_flags(model, tokenizer, prompts, args, settings):
     plain = args.engine == "torch" and args.kv_cache and args.num_samples == len(prompts) == 1
     if not plain or args.draft or args.compile or args.verify or args.stop:
         raise ValueError("--explain shows one prompt with the plain cache: leave out flags that change that")
-    explain(model, tokenizer, prompts[0], args.max_new_tokens, Sampling(**settings))
+    text = prompts[0] or tokenizer.default_prompt
+    explain(model, tokenizer, text, args.max_new_tokens, Sampling(**settings))
 
 
 def explain(model, tokenizer, text, max_new_tokens, sampling):
