@@ -94,18 +94,6 @@ def tool(tmp_path):
     return tool
 
 
-@pytest.mark.slow
-@unix
-def test_a_closed_stderr_adds_nothing_to_stdout(tmp_path):
-    """As a daemon has it. print(file=None) would write there what belongs on stderr."""
-    (tmp_path / "a.txt").write_text("First Citizen", encoding="utf-8")
-    for name, code, lines in (("a.txt", 0, 2), ("none.txt", 1, 0)):
-        words = ["-m", "extras.evaluate", "--ckpt", PRETRAINED, "--text", tmp_path / name, "--device", "cpu"]
-        command = ["sh", "-c", 'exec "$0" "$@" 2>&-', sys.executable, *map(str, words)]
-        closed = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8")
-        assert (closed.returncode, closed.stdout.count("\n")) == (code, lines), closed
-
-
 def test_a_bug_keeps_its_traceback(tool):
     result = tool("raise ValueError('here')")
     assert result.returncode == 1 and result.stderr.startswith("Traceback") and "ValueError: here" in result.stderr
