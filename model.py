@@ -271,7 +271,7 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.kv_cache = None  # the newest KVCache of new_cache, to look at
+        self.kv_cache = None  # the newest KVCache of new_cache, for inspection
         self.source = None  # path and step of the checkpoint, for messages
         self.ngrams = None  # counts of the training text, which some checkpoints have, for sample.py --draft
         self.transformer = nn.ModuleDict({"wte": nn.Embedding(config.vocab_size, config.n_embd)})
@@ -307,7 +307,7 @@ class GPT(nn.Module):
         return self.lm_head.weight.device
 
     def new_cache(self, batch_size, slots=None):
-        """Return an empty KVCache for a batch, with room for `slots` positions; None: for block_size, the most."""
+        """Return an empty KVCache for a batch, with room for `slots` positions; None: for block_size."""
         config = self.config
         shape = (batch_size, config.n_kv_head, min(slots or config.block_size, config.block_size), config.head_size)
         # all slots at once, because growing with torch.cat would copy the cache at every step; zeros, because a masked
@@ -542,8 +542,8 @@ NEAR_TIE = 1e-4
 def near_tie(logits, noise, token, sampling):
     """Return whether rounding alone can explain that a token, an id, was picked from logits `(V,)`.
 
-    It must win once its logit is NEAR_TIE closer to that of our own pick. We move it together with all logits on its
-    side of the pick, because that also moves the edge of top_p between them.
+    It must win once the difference between its logit and that of our own pick shifts by NEAR_TIE in its favour. We move
+    it together with all logits on its side of the pick, because that also moves the edge of top_p between them.
     """
     logits = logits.float()
     pick = sample_token(logits, noise, sampling)
@@ -723,7 +723,7 @@ def load_checkpoint(path):
 
 
 class SkipInit(TorchFunctionMode):
-    """Inside `with SkipInit():` layers do not initialize themselves, which on meta would import torch's compiler."""
+    """Inside `with SkipInit():` layers do not initialize themselves. On meta, that imports torch's compiler."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if getattr(function, "__module__", None) != "torch.nn.init":
@@ -812,7 +812,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args=None):
         flags, unknown = self.parse_known_args(args)
         if unknown:
-            hint = cli.hint(unknown[0], self) if (cli := extras("cli")) else ""
+            hint = hints.hint(unknown[0], self) if (hints := extras("hints")) else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         for name, value in vars(flags).items():
             if value == "":  # probably an unset variable of the shell
@@ -835,14 +835,14 @@ SWITCH = dict(type=boolean, nargs="?", const=True, metavar="True|False")  # a fl
 
 
 def begin_script():
-    """Make stdout UTF-8, on Windows too, and let it end quietly. A closed stream, as in a daemon, is os.devnull."""
+    """Make stdout UTF-8, on Windows too, and let it end quietly. A closed stream, as of a daemon, becomes devnull."""
     if threads := extras("threads"):
         threads.share_cores()  # threads that spin on a busy machine can be 40 times slower
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     if hasattr(sys.stdout, "reconfigure"):  # a notebook's stdout lacks it
-        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # a file name may be no UTF-8
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # file names may be no UTF-8
         if hasattr(signal, "SIGPIPE") and "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # when `head` has read enough
 

@@ -124,7 +124,7 @@ def generate_texts(
     stats             a dict for `rows`, a Text each, `times`, the seconds until each block of tokens arrived, and with
                       drafts the counts `offered` and `accepted`
     sampling          fields of Sampling: temperature, top_k, top_p, seed, overflow
-    Raises ValueError for what cannot be generated, and FloatingPointError for logits that are infinite or NaN.
+    Raises ValueError for impossible requests, and FloatingPointError for logits that are infinite or NaN.
     """
     if isinstance(prompts, str) or isinstance(stop, str):
         raise TypeError("prompts and stop are lists of strings")
@@ -257,7 +257,7 @@ def verify(model, rows, cache, settings, num_samples):
                     near_ties.add(number)
             apart.append((both[0] - both[1]).abs().max())
             idx = torch.cat((context, idx.new_tensor([[ours]])), dim=1)
-        slid = longest > block_size  # then the cache has lost the rows that ended earlier
+        slid = longest > block_size  # then the cache no longer holds the rows that ended earlier
         if cache is not None and (not slid or len(row.prompt + row.new) == longest):
             for in_run, again in zip(cache.key + cache.value, new.key + new.value):
                 apart.append((in_run[number, :, : new.length] - again[0, :, : new.length]).abs().max())
@@ -329,7 +329,7 @@ def open_model(args):
     except (OSError, ValueError):
         if not EXTRAS.is_dir():
             raise
-    return extras("formats.checkpoint").load_model(path)  # it reads more, or knows more about what is wrong
+    return extras("formats.checkpoint").load_model(path)  # it reads more formats, and explains errors better
 
 
 def put_on_device(model, args):
@@ -398,7 +398,7 @@ def main():
 if __name__ == "__main__":
     begin_script()
     try:
-        if code := main():  # a notebook would report an exit with 0
+        if code := main():  # a notebook reports even exit code 0
             sys.exit(code)
     except KeyboardInterrupt:
         sys.exit(130)

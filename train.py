@@ -162,7 +162,7 @@ DEFAULTS = {name: default for name, (default, *_) in FLAGS.items()}
 RANGES = dict.fromkeys(("batch_size", "max_iters", "eval_interval", "save_interval", "log_interval"), (1, 2**31))
 RANGES |= dict(gradient_accumulation_steps=(1, 2**16), threads=(0, 1024), seed=(0, 2**63 - 1))
 RANGES |= dict.fromkeys(("ngram_targets", "lr_stable_frac"), (0, 1)) | dict.fromkeys(("beta1", "beta2"), (0, 0.99999))
-# what a checkpoint fixes: that of a model its network, and that of a run all of these settings
+# settings that a checkpoint fixes: one of a model the network, and one of a run all of these
 FIXED = NETWORK.keys() - {"dropout"} | {"preset", "recipe", "loss", "mtp_weight", "optimizer"}
 
 
@@ -206,7 +206,7 @@ def make_config(flags, checkpoint=None, on_gpu=False):
     if settings["loss"] == "cross_entropy" and (flags.get("ngram_targets") or flags.get("mtp_weight")):
         raise ValueError("--ngram_targets and --mtp_weight need --loss extras.targets, which reads them")
     for name, (default, _, *choices) in FLAGS.items():
-        value = checked(f"--{name}", settings[name], type(default))  # a damaged checkpoint may have anything
+        value = checked(f"--{name}", settings[name], type(default))  # a damaged checkpoint may contain anything
         settings[name] = value
         if choices and value not in choices:
             raise ValueError(f"--{name} cannot be {value!r}")
@@ -670,7 +670,7 @@ def main():
         if resuming:
             resume(checkpoint, training_loss, optimizers, scaler)
         if config.recipe == "modern" and not (EXTRAS.is_dir() or checkpoint or "loss" in flags):
-            print("training without auxiliary targets, which need the folder extras: the val loss ends 0.04 higher")
+            print("training without auxiliary targets, which need the folder extras: the val loss will end 0.04 higher")
         lock = begin_folder(out_dir, checkpoint["iter_num"] if resuming else -1) if RANK == 0 else nullcontext()
     except (ValueError, OSError) as error:
         sys.exit(f"train.py: {error}")
@@ -701,7 +701,7 @@ def main():
     print(f"{'resuming' if resuming else 'training'} {what}, {millions:.2f}M parameters; {steps}", flush=True)
     if checkpoint and not resuming:
         print(f"starting at step 0 with the weights of {init_from}, but a new optimizer (resume continues a run)")
-        best_val_loss = evaluate(model, val, eval_tokens, autocast)  # the first weights may stay the best
+        best_val_loss = evaluate(model, val, eval_tokens, autocast)  # the starting weights may remain the best
         save("ckpt.pt")
 
     # the loop
@@ -820,7 +820,7 @@ if __name__ == "__main__":
     except KeyboardInterrupt:  # before the run has begun
         sys.exit(130)
     except OSError as error:  # while writing, as on a full disk
-        sys.exit(f"train.py: cannot write ({error}): the last checkpoints are whole")
+        sys.exit(f"train.py: cannot write ({error}): the last checkpoints are intact")
     except torch.OutOfMemoryError:
         sys.exit("train.py: out of GPU memory: halve --batch_size and double --gradient_accumulation_steps")
     if WORLD_SIZE > 1:

@@ -63,7 +63,7 @@ def parse_args():
 def read(name, args):
     """Return the text of a file. Records end with a blank line, or with the end token of a model. Raises ValueError."""
     if Path(name).is_dir():
-        raise ValueError(f"{name} is a folder: name its files, as {Path(name, '*.txt')}")
+        raise ValueError(f"{name} is a folder: name its files, such as {Path(name, '*.txt')}")
     if Path(name).suffix.lower() not in RECORDS:
         return decode(Path(name).read_bytes(), name)
     from extras.formats.records import end_of_text, read_records

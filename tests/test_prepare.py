@@ -165,7 +165,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(call, text, old, monkeypatc
         ("--input in.txt", b"", ["in.txt has 0 characters"]),
         ("--input in.txt", b"x", ["in.txt has 0 characters for training and 1 for validation"]),
         ("--input none.txt", BODY, ["none.txt: No such file or directory"]),
-        ("--input old", BODY, ["old is a folder: name its files, as old/*.txt"]),
+        ("--input old", BODY, ["old is a folder: name its files, such as old/*.txt"]),
         ("--input in.txt --field text", BODY, ["--field text is for JSON, and --input has none"]),
         ("--input in.txt --val none.txt", BODY, ["none.txt: No such file or directory"]),
         ("--input in.txt --data_dir in.txt", BODY, ["File exists", "in.txt"]),

@@ -99,7 +99,6 @@ def test_every_engine_writes_the_text_of_a_forward_without_a_cache(
         ("--explain --no-kv_cache", ["--explain"]),
         ("--explain --num_samples 2", ["--explain"]),
         ("--draft ngram", ["draft='ngram' needs n-gram counts", "leave it out"]),
-        ("--draft ngram --compile", ["draft='ngram' needs n-gram counts", "leave it out"]),
     ],
 )
 def test_what_does_not_work_together_is_one_line(flags, words, tmp_path):
