@@ -129,6 +129,7 @@ class Generation:
         self.state = new_state([slide(prompt, block_size) for prompt in prompts], sampling, self.model.config)
         self.goal = self.state.end + torch.tensor(num_new)  # where `end` stops, possibly beyond the context
         self.noise_of = noise_window(self.model, self.state, sampling.seed, decoder.num_drafts + 1)
+        self.cache = None  # until the first step in PyTorch
         if decoder.program:
             refuse_other_sampling(sampling)
             self.run, self.cache = decoder.program(self.state)
@@ -138,7 +139,7 @@ class Generation:
         try:
             yield from self._blocks()
         finally:  # also where the caller has had enough: a call may have gone on after the last stop string
-            if self.texts:
+            if self.texts and self.cache:
                 longest = max(len(text.prompt + text.new) for text in self.texts)
                 self.cache.length = min(self.cache.length, longest - 1)
 

@@ -77,6 +77,7 @@ def test_a_run_that_a_stop_string_ends_leaves_a_cache_to_continue(how):
     """An engine may have gone on after it: what it fed there does not count."""
     model = random_model(MODELS[9].config)
     model.ngrams = NGRAMS
+    assert generate_texts(model, TOKENIZER, ["abc"], 0, **how) == [["abc"]]
     [[text]] = generate_texts(model, TOKENIZER, ["abc"], seed=1, temperature=1.0)
     [[said]] = generate_texts(model, TOKENIZER, ["abc"], stop=[text[6]], seed=1, temperature=1.0, **how)
     assert said == text[: text.index(text[6], 3)]
