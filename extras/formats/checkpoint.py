@@ -86,7 +86,7 @@ def read_older(checkpoint):
     """
     config = {name: value for name, value in checkpoint["config"].items() if value is not None}
     if "min_lr" not in config:
-        config["min_lr"] = config["learning_rate"] / 10
+        config["min_lr"] = 0.1 * config["learning_rate"]
     if "mtp" not in checkpoint:
         return checkpoint | dict(config=config)
     targets = config.get("ngram_targets") or config.get("mtp_weight")
