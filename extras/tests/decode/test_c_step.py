@@ -20,7 +20,7 @@ from extra_helpers import (
     needs_compiler,
     without_minus_one,
 )
-from extras.decode import c_build, c_pack
+from extras.decode import c_build, c_library, c_pack
 from extras.decode import c_step as compiling
 from extras.decode.c_step import CompileError, compile_step
 from extras.decode.engine import Decoder
@@ -162,6 +162,8 @@ def test_a_structure_of_another_size_is_an_error(patched_step):
     patched_step([("const float *bias;  /* NULL: no bias */", "const float *bias, *more;")])
     with pytest.raises(TypeError, match=r"Model has \d+ bytes in c_library.py and \d+ in step.c"):
         Decoder(MODELS[0], compile=True)
+    with pytest.raises(TypeError, match="Params has the fields"):
+        c_library.Params(weight=None)
 
 
 # -- what reaches step.c has been checked ------------------------------------------------------------------------------
