@@ -513,9 +513,10 @@ def read_checkpoint(init_from, out_dir, meta=None):
         checkpoint = extras("formats.checkpoint", f"--init_from {path}").load_checkpoint(path, meta)
     else:
         checkpoint = load_checkpoint(path)
+    network = asdict(GPTConfig(**checkpoint["model_args"]))  # older files, and nanoGPT's, have only some of the fields
+    network = {name: network[name] for name in FIXED & network.keys()}
     if init_from != "resume":
-        network = asdict(GPTConfig(**checkpoint["model_args"]))  # nanoGPT saves only some of the fields
-        return checkpoint | dict(config={name: network[name] for name in FIXED & network.keys()})
+        return checkpoint | dict(config=network)
 
     needed = {"config", "data_sha256", "iter_num", "best_val_loss", "evals_since_best", "seconds"}
     needed |= {"loss", "optimizer", "scaler"}
@@ -523,7 +524,8 @@ def read_checkpoint(init_from, out_dir, meta=None):
     if not needed <= checkpoint.keys() or not all(0 <= number <= 2**31 for number in numbers):
         raise ValueError(f"{path} is not a last.pt of this train.py: start a new run from it")
     names = FLAGS.keys() - {"out_dir"}  # the folder may have a new name
-    return checkpoint | dict(config={name: value for name, value in checkpoint["config"].items() if name in names})
+    saved = {name: value for name, value in checkpoint["config"].items() if name in names}
+    return checkpoint | dict(config=network | saved)
 
 
 def make_model(config, checkpoint, tokenizer, ids):

@@ -97,7 +97,6 @@ def test_every_engine_writes_the_text_of_a_forward_without_a_cache(
         ("--engine onnx", ["no ONNX model", "python -m extras.export --format onnx --out_dir {out} writes one"]),
         ("--explain --compile", ["--explain"]),
         ("--explain --no-kv_cache", ["--explain"]),
-        ("--explain --num_samples 2", ["--explain"]),
         ("--draft ngram", ["draft='ngram' needs n-gram counts", "leave it out"]),
     ],
 )

@@ -121,6 +121,13 @@ def test_a_resume_cannot_change_the_network_or_the_optimizer(flag, out):
     assert_refused(out, *flag.split(), words=[flag.replace("=", " ").split()[0], f"conflicts with {out / 'last.pt'}"])
 
 
+def test_a_run_from_before_a_setting_has_the_value_of_its_network(out):
+    ckpt = load(out / "last.pt")
+    del ckpt["config"]["norm_first"], ckpt["model_args"]["norm_first"]
+    torch.save(ckpt, out / "last.pt")
+    assert_refused(out, "--norm_first", "False", words=["--norm_first False conflicts", "(norm_first True)"])
+
+
 def test_a_checkpoint_that_no_run_of_this_train_py_has_left_is_refused(out):
     """ckpt.pt is not for resuming, and nanoGPT's has other settings and another optimizer."""
     ckpt = load(out / "last.pt")
