@@ -164,7 +164,6 @@ def test_a_folder_that_cannot_be_written_is_one_line(call, text, old, monkeypatc
         ("--input in.txt --field text", BODY, ["--field text is for JSON, and --input has none"]),
         ("--input in.txt --val none.txt", BODY, ["none.txt: No such file or directory"]),
         ("--input in.txt --data_dir in.txt", BODY, ["File exists", "in.txt"]),
-        ("--val=", BODY, ["--input, --tokenizer, --data_dir or --val is empty"]),
         ("--input=", BODY, ["--input, --tokenizer, --data_dir or --val is empty"]),
         ("in.txt", BODY, ["unrecognized arguments: in.txt: to prepare your own text, type --input FILE"]),
         ("--datadir x", BODY, ["unrecognized arguments: --datadir x ("]),
