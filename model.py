@@ -723,7 +723,7 @@ def load_checkpoint(path):
 
 
 class SkipInit(TorchFunctionMode):
-    """Inside `with SkipInit():` layers do not initialize themselves. On meta, that imports torch's compiler."""
+    """Inside `with SkipInit():` layers skip their initialization, which on meta would import torch's compiler."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if getattr(function, "__module__", None) != "torch.nn.init":
@@ -777,7 +777,7 @@ def require(settings, name, condition, why):
 
 
 def checked(name, value, kind):
-    """Return a value of a type. A NumPy or torch scalar becomes a plain number. Raises ValueError for anything else."""
+    """Return a value if it is of this kind, a NumPy or torch scalar as a plain number. Raises ValueError."""
     if getattr(value, "ndim", None) == 0:
         value = value.item()
     kinds = get_args(kind) or (kind,)
@@ -842,7 +842,7 @@ def begin_script():
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     if hasattr(sys.stdout, "reconfigure"):  # a notebook's stdout lacks it
-        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # file names may be no UTF-8
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # file names may not be UTF-8
         if hasattr(signal, "SIGPIPE") and "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # when `head` has read enough
 

@@ -162,7 +162,7 @@ DEFAULTS = {name: default for name, (default, *_) in FLAGS.items()}
 RANGES = dict.fromkeys(("batch_size", "max_iters", "eval_interval", "save_interval", "log_interval"), (1, 2**31))
 RANGES |= dict(gradient_accumulation_steps=(1, 2**16), threads=(0, 1024), seed=(0, 2**63 - 1))
 RANGES |= dict.fromkeys(("ngram_targets", "lr_stable_frac"), (0, 1)) | dict.fromkeys(("beta1", "beta2"), (0, 0.99999))
-# settings that a checkpoint fixes: one of a model the network, and one of a run all of these
+# what a checkpoint fixes: a model's the network, and a run's all of these settings
 FIXED = NETWORK.keys() - {"dropout"} | {"preset", "recipe", "loss", "mtp_weight", "optimizer"}
 
 
@@ -216,6 +216,8 @@ def make_config(flags, checkpoint=None, on_gpu=False):
     config = argparse.Namespace(**settings)
     if not checkpoint and (config.preset == "finetune" or config.eval_only or config.meta):
         raise ValueError("--preset finetune, --eval_only and --meta need a trained model: pass it as --init_from")
+    if flags.get("min_lr", 0.0) > config.learning_rate:
+        raise ValueError(f"--min_lr {config.min_lr} is above --learning_rate {config.learning_rate}: lower it")
     if config.batch_size % WORLD_SIZE and not config.eval_only:
         raise ValueError(f"--batch_size {config.batch_size} is not divisible by {WORLD_SIZE} processes")
     return config
@@ -461,7 +463,7 @@ def lr_multiplier(step, config):
     """
     if not config.learning_rate:  # 0 turns Muon off too
         return 0.0
-    floor = min(1.0, config.min_lr / config.learning_rate)
+    floor = min(1.0, config.min_lr / config.learning_rate)  # that of a recipe may be above the peak
     if step < config.warmup_iters:
         return (step + 1) / (config.warmup_iters + 1)
     if config.lr_decay == "none" or config.lr_stable_frac >= 1:

@@ -188,6 +188,7 @@ MISTAKES = [  # flags, and what the line says
             "batch_size 1000000000",
         )
     ),
+    ("--learning_rate 0 --min_lr 1e-4", "--min_lr 0.0001 is above --learning_rate 0.0"),
     ("--loss cross_entropy --mtp_weight 0.3", "--ngram_targets and --mtp_weight need --loss extras.targets"),
     ("--threads 100000", "--threads 100000 is not a number from 0 to 1024"),
     ("--out_dir train.py", "cannot write to train.py (File exists)"),

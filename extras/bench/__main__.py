@@ -378,7 +378,8 @@ def parse_args():
     add("--json", metavar="FILE", help="write the rows as a list of objects")
     add("--plot", metavar="FILE", help="draw the time per token (matplotlib), and FILE-dark for a dark page")
     args = parser.parse_args()
-
+    if "" in (args.ckpt or []):
+        parser.error("--ckpt is empty")
     names = args.variants or [name for name in VARIANTS if name != "llama2c"]
     args.variants = [*names, "llama2c"] if args.llama2c else names
     if args.recipe and not args.shapes:
