@@ -81,47 +81,22 @@ def check_struct_sizes(library, *structs):
 # -- checks of what the structures hold, because step.c reads and writes wherever they say -----------------------------
 
 
-def state_fields(config, end):
-    """Return what step.c expects in a BatchState: {name: (dtype, shape, smallest value, largest value)}.
+def check_state(state, config):
+    """Raise TypeError unless a BatchState has tensors of the dtypes and shapes that its class says.
 
-    end  of the state, because it bounds what else the state holds
+    Their numbers change from call to call, so run_steps in step.c looks at them each time.
     """
-    B = len(end)
-    full = config.block_size + 1
-    return dict(
-        tokens=(torch.int64, (B, full), 0, config.vocab_size - 1),
-        end=(torch.int64, (B,), 1, full),
-        cached=(torch.int64, (B,), 0, end - 1),
-        limit=(torch.int64, (B,), 0, full),
-        first_new=(torch.int64, (B,), -(2**62), end),
-        sample=(torch.int64, (B,), -(2**63), 2**63 - 1),
-        seed=(torch.int64, (2,), 0, 2**32 - 1),
-        temperature=(torch.float32, (), 0, LARGEST),
-        top_k=(torch.int64, (), 1, 2**63 - 1),
-        top_p=(torch.float32, (), 0, 1),  # float32 rounds a tiny one to 0
+    B = len(state.end)
+    kinds = dict(
+        tokens=(torch.int64, (B, config.block_size + 1)),
+        seed=(torch.int64, (2,)),
+        temperature=(torch.float32, ()),
+        top_k=(torch.int64, ()),
+        top_p=(torch.float32, ()),
     )
-
-
-def state_arrays(state, config):
-    """Return the tensors of a BatchState as NumPy arrays, which share their memory. Raises TypeError.
-
-    Their values change from call to call, so check_state looks at them before each call. NumPy compares a few numbers
-    faster than PyTorch, and may do so in a daemon thread while the interpreter exits.
-    """
-    arrays = {}
-    for name, (dtype, shape, *_) in state_fields(config, state.end).items():
-        x = getattr(state, name)
+    for name, x in vars(state).items():
         if x is not None or name not in ("top_k", "top_p"):
-            check_tensor(name, x, dtype, shape)
-            arrays[name] = x.numpy()
-    return arrays
-
-
-def check_state(arrays, config):
-    """Raise ValueError if a value of state_arrays is out of its range."""
-    for name, (_, _, low, high) in state_fields(config, arrays["end"]).items():
-        if name in arrays:
-            check_range(name, arrays[name], low, high)
+            check_tensor(name, x, *kinds.get(name, (torch.int64, (B,))))
 
 
 def check_table(table, vocab_size):
@@ -134,10 +109,10 @@ def check_table(table, vocab_size):
 
 
 def check_tensor(name, x, dtype, shape):
-    """Raise TypeError unless x is a tensor of this dtype and shape."""
-    if not isinstance(x, torch.Tensor) or x.dtype != dtype or x.shape != shape:
-        found = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
-        raise TypeError(f"{name} must be a tensor of {dtype} {shape}, not {found}")
+    """Raise TypeError unless x is a tensor of this dtype and shape on the CPU."""
+    if not isinstance(x, torch.Tensor) or (x.dtype, x.shape, x.device.type) != (dtype, shape, "cpu"):
+        found = f"{x.dtype} {tuple(x.shape)} on {x.device}" if isinstance(x, torch.Tensor) else type(x).__name__
+        raise TypeError(f"{name} must be a tensor of {dtype} {shape} on the CPU, not {found}")
 
 
 def check_range(name, x, low, high):
@@ -167,11 +142,14 @@ class Pool:
     def run_steps(self, *arguments):
         """Call `run_steps` of step.c with the arguments between the pool and the counters, and return the counters.
 
-        Raises MemoryError, and FloatingPointError if the first step finds logits that are infinite or NaN.
+        Raises MemoryError, ValueError for a number in the State that is out of range, and FloatingPointError if the
+        first step finds logits that are infinite or NaN.
         """
         counters = (ctypes.c_int64 * 3)()
         with self.lock:  # the threads serve one call at a time
             failed = self.library.run_steps(self.address, *arguments, counters)
+        if failed > 0:
+            raise ValueError(f"{State._fields_[failed - 1][0]} is out of range")
         if failed == -1:
             raise MemoryError("the C backend ran out of memory")
         if failed == -2:

@@ -24,7 +24,6 @@ from extras.decode.c_library import (
     check_struct_sizes,
     check_table,
     model_struct,
-    state_arrays,
 )
 from extras.decode.c_pack import MAX_TOKENS, empty_cache, int8_panels, pack_weights, panels, shape_macros
 from extras.decode.guard import refuse_other_networks
@@ -81,26 +80,28 @@ def compile_step(model, num_drafts, table, weights="float32", parts=False):
     def bind(state):
         B = len(state.end)
         shape = (B, config.n_kv_head, config.block_size, config.head_size)
-        arrays = state_arrays(state, config)
+        check_state(state, config)
+        # NumPy compares a few numbers faster, and may do so in a daemon thread while the interpreter exits
+        end, limit, cached = (x.numpy() for x in (state.end, state.limit, state.cached))
         state_in_c = State(**vars(state))
-        cache = spare.pop() if spare else None
-        if not cache or cache[0].shape != shape:
-            cache = empty_cache(shape, 2 * config.n_layer)  # key and value of every layer
-        kv_cache = KVCache(cache[::2], cache[1::2])
-        weakref.finalize(kv_cache, spare.append, cache)  # once no run fills it and nobody looks at it any more
-        layers = as_c([Cache(key=key, value=value) for key, value in zip(kv_cache.key, kv_cache.value)])
+        layers = spare.pop() if spare else None
+        if not layers or layers[0].values["key"].shape != shape:
+            cache = iter(empty_cache(shape, 2 * config.n_layer))
+            layers = [Cache(key=key, value=value) for key, value in zip(cache, cache)]
+        kv_cache = KVCache([layer.values["key"] for layer in layers], [layer.values["value"] for layer in layers])
+        weakref.finalize(kv_cache, spare.append, layers)  # once no run fills it and nobody looks at it any more
+        layers_in_c = as_c(layers)
 
         def run(max_steps):
             nonlocal pool
-            check_state(arrays, config)
             if pool.pid != os.getpid():  # we are in a child of os.fork(), which has none of its parent's threads
                 pool = Pool(library, pool.threads)
-            active = int((arrays["end"] < arrays["limit"]).sum())  # rows
+            active = int((end < limit).sum())  # rows
             threads = min(pool.threads, max(1, num_params * active // WORK_PER_THREAD))
             by_rows = active >= rows_per_thread * pool.threads
-            pointers = (byref(net), layers, byref(state_in_c), table and byref(table))
+            pointers = (byref(net), layers_in_c, byref(state_in_c), table and byref(table))
             counters = pool.run_steps(*pointers, B, threads, by_rows, max_steps, num_drafts)
-            kv_cache.length = int(arrays["cached"].max())
+            kv_cache.length = int(cached.max())
             return counters
 
         return run, kv_cache

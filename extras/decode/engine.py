@@ -128,12 +128,13 @@ class Generation:
         num_new = [sampling.num_new_tokens(T, max_new_tokens, block_size) for T in lengths]
         self.state = new_state([slide(prompt, block_size) for prompt in prompts], sampling, self.model.config)
         self.goal = self.state.end + torch.tensor(num_new)  # where `end` stops, possibly beyond the context
-        self.noise_of = noise_window(self.model, self.state, sampling.seed, decoder.num_drafts + 1)
-        self.cache = None  # until the first step in PyTorch
         if decoder.program:
             refuse_other_sampling(sampling)
             self.run, self.cache = decoder.program(self.state)
             self.model.kv_cache = self.cache
+        else:
+            self.noise_of = noise_window(self.model, self.state, sampling.seed, decoder.num_drafts + 1)
+            self.cache = None  # until the first step
 
     def __iter__(self):
         try:
@@ -220,7 +221,7 @@ def new_state(contexts, sampling, config):
     tokens = torch.zeros(len(contexts), config.block_size + 1, dtype=torch.int64)
     for row, context in zip(tokens, contexts):
         row[: len(context)] = context
-    if not ((tokens >= 0) & (tokens < config.vocab_size)).all():  # step.c would read beyond its tables
+    if not ((tokens >= 0) & (tokens < config.vocab_size)).all():
         raise ValueError(f"a prompt contains tokens outside 0..{config.vocab_size - 1}")
     return BatchState(
         tokens=tokens,

@@ -746,12 +746,33 @@ static void work(void *workers, int i) {
 int lanes(void) { return LANES; }
 int tile_panels(void) { return TILE_PANELS; }
 
+/* We read and write wherever the numbers of a State say. Returns 0 if all are in range, or which of its fields, counted
+ * from 1, has one that is not. */
+static int out_of_range(const State *s, int B) {
+    for (int row = 0; row < B; row++) {
+        const int64_t *text = s->tokens + (size_t)row * (BLOCK_SIZE + 1), end = s->end[row];
+        for (int i = 0; i <= BLOCK_SIZE; i++)
+            if (text[i] < 0 || text[i] >= VOCAB_SIZE) return 1;
+        if (end < 1 || end > BLOCK_SIZE + 1) return 2;
+        if (s->cached[row] < 0 || s->cached[row] >= end) return 3;
+        if (s->limit[row] < 0 || s->limit[row] > BLOCK_SIZE + 1) return 4;
+        if (s->first_new[row] < INT64_MIN / 2 || s->first_new[row] > end) return 5;
+    }
+    if ((s->seed[0] | s->seed[1]) >> 32) return 7;
+    if (!(*s->temperature >= 0 && *s->temperature < INFINITY)) return 8; /* which NaN is not */
+    if (s->top_k && *s->top_k < 1) return 9;
+    if (s->top_p && !(*s->top_p >= 0 && *s->top_p <= 1)) return 10; /* float32 rounds a tiny one to 0 */
+    return 0;
+}
+
 /* Run up to max_steps steps for the rows below their limits. Writes the numbers of steps, of draft tokens offered and of
- * those accepted to counters[0..2], which start at 0. Returns 0, or -1 if there is too little memory, or -2 if a row has
- * logits that are infinite or NaN. After some steps it is still 0, so that their tokens get out, and the next call, which
- * meets the same logits at once, returns -2. */
+ * those accepted to counters[0..2], which start at 0. Returns 0, or what out_of_range says, or -1 if there is too little
+ * memory, or -2 if a row has logits that are infinite or NaN. After some steps it is still 0, so that their tokens get
+ * out, and the next call, which meets the same logits at once, returns -2. */
 int run_steps(Pool *pool, const Model *model, const Cache *cache, const State *state, const Table *table, int B,
               int threads, int by_rows, int max_steps, int num_drafts, int64_t *counters) {
+    int wrong = out_of_range(state, B);
+    if (wrong) return wrong;
     threads = threads < pool->barrier.threads ? threads : pool->barrier.threads;
     int num_groups = by_rows ? threads : 1, parts = by_rows ? 1 : threads;
     size_t shared = ((size_t)X + QKV + X + FC + (size_t)V) * MAX_TOKENS;
