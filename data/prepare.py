@@ -28,11 +28,9 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(1, str(HERE.parent))  # the repository, where extras is
 CORPUS_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 CORPUS_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-# formats other than plain text: extras reads the first three, and says what to do with the others
-RECORDS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".pdf", ".bin", ".npy", ".pt")
-RECORDS += (".gz", ".xz", ".zip", ".zst")
 STAND_IN = HERE / "sample.txt"
 STAND_IN_SOURCE = "sample.txt (offline stand-in)"
+JSON = (".json", ".jsonl", ".ndjson")  # which extras reads
 
 
 def parse_args():
@@ -52,8 +50,7 @@ def parse_args():
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if "" in (args.tokenizer, args.data_dir, args.val, *args.input):
         parser.error("--input, --tokenizer, --data_dir or --val is empty")
-    records = [name for name in (*args.input, args.val or "") if Path(name).suffix.lower() in RECORDS]
-    if args.field is not None and not records:
+    if args.field is not None and not any(Path(name).suffix.lower() in JSON for name in (*args.input, args.val or "")):
         parser.error(f"--field {args.field} is for JSON, and --input has none: leave it out")
     if args.vocab_size != 512 and args.tokenizer != "bpe":
         parser.error("--vocab_size needs --tokenizer bpe")
@@ -64,7 +61,7 @@ def read(name, args):
     """Return the text of a file. Records end with a blank line, or with the end token of a model. Raises ValueError."""
     if Path(name).is_dir():
         raise ValueError(f"{name} is a folder: name its files, such as {Path(name, '*.txt')}")
-    if Path(name).suffix.lower() not in RECORDS:
+    if Path(name).suffix.lower() not in JSON:
         return decode(Path(name).read_bytes(), name)
     from extras.formats.records import end_of_text, read_records
 
@@ -90,44 +87,41 @@ def download():
 
         response = requests.get(CORPUS_URL, timeout=30)
         response.raise_for_status()
-        if hashlib.sha256(response.content).hexdigest() != CORPUS_SHA256:
-            raise ValueError(f"the response ({len(response.content)} bytes) is not tiny Shakespeare")
-        return decode(response.content, CORPUS_URL)
-    except (ImportError, OSError, ValueError) as error:
-        while error.__context__:  # the outer errors of requests are full of object addresses
-            error = error.__context__
-        raise ValueError(f"cannot download {CORPUS_URL}: {str(error) or type(error).__name__}") from None
+    except (ImportError, OSError) as error:
+        raise ValueError(f"cannot download {CORPUS_URL}: {error}") from None
+    if sha256(response.content) != CORPUS_SHA256:
+        raise ValueError(f"{CORPUS_URL} is not tiny Shakespeare any more ({len(response.content)} bytes)")
+    return decode(response.content, CORPUS_URL)
+
+
+def sha256(content):
+    return hashlib.sha256(content).hexdigest()
 
 
 def in_order(text):
-    """Return whether the lines of a text are sorted, up or down: from A to Z, by their last word, or by length."""
+    """Return whether nearly all lines of a text are in alphabetical order, or in the reverse order."""
     lines = [line.casefold() for line in text.splitlines() if line.strip()]
-    for key in (str, len, lambda line: line.split()[-1]):
-        rising = [key(a) < key(b) for a, b in pairwise(lines) if key(a) != key(b)]
-        if len(lines) >= 20 and len(rising) >= 5 and not 0.05 < sum(rising) / len(rising) < 0.95:
-            return True
-    return False
+    rising = [a < b for a, b in pairwise(lines) if a != b]
+    return len(rising) >= 20 and not 0.05 < sum(rising) / len(rising) < 0.95
 
 
 def main():
-    # what is there already
+    # what is there already: your own text is replaced only if you say so, and the stand-in by whatever comes
     args = parse_args()
     data_dir = Path(args.data_dir)
-    files = [data_dir / "train.bin", data_dir / "val.bin"]
-    old = {"source": "another program"} if any(file.exists() for file in files) else {}
+    files = [file for file in (data_dir / "train.bin", data_dir / "val.bin") if file.exists()]
+    old = {"source": "another program" if files else STAND_IN_SOURCE}
     with suppress(OSError, ValueError, TypeError):
         old |= json.loads((data_dir / "meta.json").read_bytes())
-    before = old.get("source")  # None: nothing was there
     if not args.input and not args.force:
-        found = {file.stem: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.exists()}
-        hashes = old.get("sha256")
-        whole = "chars" in old and len(found) == 2 and isinstance(hashes, dict) and found.items() <= hashes.items()
-        if before == CORPUS_URL and whole and not args.tokenizer and not args.val:
+        if old["source"] not in (CORPUS_URL, STAND_IN_SOURCE):
+            hint = "--force replaces it, a different --data_dir keeps both"
+            raise ValueError(f"{data_dir} holds your own text, from {old['source']}: {hint}")
+        hashes = {file.stem: sha256(file.read_bytes()) for file in files}
+        hashes["vocabulary"] = sha256(str(old.get("chars")).encode())
+        if (old["source"], old.get("sha256")) == (CORPUS_URL, hashes) and not args.tokenizer and not args.val:
             print(f"{data_dir} already holds all of {CORPUS_URL}: nothing to do (--force does it again)")
             return
-        if before not in (None, CORPUS_URL, STAND_IN_SOURCE):
-            hint = "--force replaces it, a different --data_dir keeps both"
-            raise ValueError(f"{data_dir} holds your own text, from {before}: {hint}")
 
     # the text
     source = ", ".join(map(os.path.abspath, args.input)) or CORPUS_URL
@@ -137,7 +131,7 @@ def main():
         try:
             text = download()
         except ValueError as error:
-            if before not in (None, STAND_IN_SOURCE):  # the stand-in replaces nothing else
+            if old["source"] != STAND_IN_SOURCE:
                 raise ValueError(f"{error}; nothing was changed") from None
             print(f"prepare.py: WARNING: {error}\nUSING THE SMALL STAND-IN data/sample.txt", file=sys.stderr)
             source = STAND_IN_SOURCE
@@ -166,8 +160,8 @@ def main():
     ids = {split: np.fromiter(encode(part), id_type) for split, part in (("train", train), ("val", val))}
 
     # the files: all of them or, on a full disk, none
-    hashes = {split: hashlib.sha256(ids[split]).hexdigest() for split in ids}
-    hashes["vocabulary"] = hashlib.sha256("".join(vocabulary.values()).encode()).hexdigest()
+    hashes = {split: sha256(ids[split]) for split in ids}
+    hashes["vocabulary"] = sha256("".join(vocabulary.values()).encode())
     meta = vocabulary | {"source": source, "sha256": hashes}
     files = {"train.bin": ids["train"], "val.bin": ids["val"], "meta.json": json.dumps(meta, indent=1).encode()}
     data_dir.mkdir(parents=True, exist_ok=True)
@@ -189,8 +183,5 @@ if __name__ == "__main__":
         sys.exit(130)
     except ModuleNotFoundError as error:
         sys.exit(f"prepare.py: {error}: this needs the folder extras of the repository, and torch")
-    except OSError as error:
-        hint = " (download it first)" if str(error.filename).startswith("http") else ""
-        sys.exit(f"prepare.py: {error.filename or 'cannot write the data'}: {error.strerror}{hint}")
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"prepare.py: {error}")

@@ -1,4 +1,4 @@
-"""Text in records, JSON or JSON Lines, for data/prepare.py. Other kinds of files are refused with a hint."""
+"""Text in records, JSON or JSON Lines, for data/prepare.py."""
 
 import json
 import re
@@ -10,18 +10,8 @@ from extras.formats.unsupported import refuse_pointer
 TEXT_FIELDS = {"text", "content", "story"}
 CHAT_FIELDS = {"messages", "conversations", "role"}
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
-TO_JSON_LINES = "the library datasets writes it as JSON Lines: Dataset.from_{}({{!r}}{}).to_json({{!r}})"
-# what a file is, and what to do with it
-OTHERS = {
-    ".parquet": "a Parquet file: " + TO_JSON_LINES.format("parquet", ""),
-    ".csv": "a table: " + TO_JSON_LINES.format("csv", ""),
-    ".tsv": "a table: " + TO_JSON_LINES.format("csv", r", sep='\t'"),
-    ".pdf": "a PDF: pdftotext writes its text",
-    **dict.fromkeys((".gz", ".xz", ".zip", ".zst"), "a compressed file: unpack it first"),
-}
 SPACES = re.compile(r"\s*")
 SURROGATE = re.compile("[\ud800-\udfff]")
-NUMBERS = "a file of numbers: save token ids as np.uint16 in train.bin and val.bin of a folder, for train.py --data_dir"
 
 
 def read_records(name, field, separator):
@@ -30,11 +20,7 @@ def read_records(name, field, separator):
     field  the name of the field with the text. None: the only one of TEXT_FIELDS, or else of all that have text
     """
     path = Path(name)
-    suffix = path.suffix.lower()
     refuse_pointer(path)
-    if suffix not in (".json", ".jsonl", ".ndjson"):
-        what = OTHERS.get(suffix, NUMBERS).format(name, f"{path.stem}.jsonl")
-        raise ValueError(f"{name} is {what}")
     try:
         records = read_json(path.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:

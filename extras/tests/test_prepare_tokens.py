@@ -257,12 +257,7 @@ def test_a_config_that_git_lfs_has_not_fetched_is_named(tmp_path):
         ("a.jsonl", '{"text": ""}\n', ["has 0 characters"]),
         ("a.json", '{"version": "1", "data": []}', ["the fields are data, version"]),
         ("a.jsonl", "version https://git-lfs.github.com/spec/v1\noid sha256:ab\n", ["is a Git LFS pointer"]),
-        ("a.jsonl.gz", "x", ["is a compressed file: unpack it first"]),
-        ("a.csv", "a,b\n", ["is a table", "from_csv", ".csv')"]),
-        ("a.tsv", "a\tb\n", ["is a table", "from_csv", ".tsv', sep='\\t')"]),
-        ("a.parquet", "PAR1", ["is a Parquet file", "from_parquet"]),
-        ("a.pdf", "%PDF", ["is a PDF: pdftotext"]),
-        ("a.npy", "x", ["is a file of numbers", "train.bin and val.bin"]),
+        ("a.parquet", "PAR1\udcff", ["is not UTF-8 (invalid start byte): convert it first"]),
         ("a.txt", "version https://git-lfs.github.com/spec/v1\noid ab\n", ["is a Git LFS pointer", "git lfs pull"]),
     ],
 )
