@@ -79,3 +79,13 @@ def test_what_is_written_is_the_decoding_of_all_tokens(name, data):
         row.add(token)
         shown += row.new_piece()
     assert shown + row.new_piece(final=True) == tokenizer.decode(prompt + ids)
+
+
+def test_a_stop_string_spelled_in_bytes_ends_the_text_at_its_last_byte():
+    """Before that, its bytes stand for more characters than it has."""
+    tokenizer = TOKENIZERS["Llama"]
+    row = Text(tokenizer.encode("a"), tokenizer, ["中"])
+    for byte in "中".encode():
+        assert not row.ended
+        row.add(tokenizer.ids[f"<0x{byte:02X}>"])
+    assert row.ended and row.text == "a"
