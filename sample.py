@@ -208,11 +208,9 @@ def report(args, model, rows, times):
 
 @torch.inference_mode()
 def verify(model, rows, sampling, cache):
-    """Feed Texts to the model again, without a cache and with a new one. Report on stderr, and return the exit code.
+    """Feed the Texts of a run again, without a cache and with a new one: does the model pick the same tokens?
 
-    Both must pick the same tokens as the run, and its own cache must hold the keys and values of the new one.
-
-    sampling, cache  those of the run; without a cache, None
+    The cache of the run, unless it is None, must hold what the new one holds. Prints notes, and returns the exit code.
     """
     block_size = model.config.block_size
     longest = max(len(row.prompt + row.new) for row in rows)
