@@ -199,8 +199,8 @@ def report(args, model, rows, times):
         note("KV cache: off")
     asked = args.max_new_tokens or 0
     if capped := [n for n, row in zip(new, rows) if n < asked and not row.ended]:
-        end = "the end of the context (--overflow slide continues)"
-        note(f"--max_new_tokens {asked} is capped at {max(capped)}, {end}")
+        why = "the end of the context (--overflow slide continues)"
+        note(f"--max_new_tokens {asked} is capped at {max(capped)}, {why}")
 
 
 # -- --verify ----------------------------------------------------------------------------------------------------------

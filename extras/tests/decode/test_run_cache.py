@@ -80,6 +80,7 @@ def test_a_run_that_a_stop_string_ends_leaves_a_cache_to_continue(how):
     [[text]] = generate_texts(model, TOKENIZER, ["abc"], seed=1, temperature=1.0)
     [[said]] = generate_texts(model, TOKENIZER, ["abc"], stop=[text[6]], seed=1, temperature=1.0, **how)
     assert said == text[: text.index(text[6], 3)]
+    assert ("draft" in how) == hasattr(model.kv_cache, "drafts")  # for the report of sample.py
     asked = torch.tensor([TOKENIZER.encode(text[: len(said) + 1] + "d")])  # the stop string, and a question
     answer = model.generate(asked, 4, seed=2, cache=model.kv_cache)
     assert torch.equal(answer, model.generate(asked, 4, seed=2, kv_cache=False))
