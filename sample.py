@@ -13,7 +13,8 @@ tokenizer. Tokenizers, prompts of different lengths and the flags from --draft o
 import re
 import sys
 import time
-from dataclasses import fields
+from argparse import ArgumentTypeError
+from dataclasses import fields, replace
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent))  # python -I and PYTHONSAFEPATH leave it out
@@ -21,7 +22,6 @@ try:  # importing torch takes a second, in which Ctrl-C may come
     import torch
 
     from model import (
-        EXTRAS,
         SWITCH,
         Parser,
         Sampling,
@@ -54,45 +54,43 @@ class Text:
     prompt, new  tokens: those of the prompt, and those after it, including those of a stop string
     text         their text, up to the first stop string in the continuation
     ended        whether there was one
+    Raises ValueError for a stop string that can never come.
     """
 
     def __init__(self, prompt, tokenizer, stops=()):
+        if not all(map(tokenizer.encode, stops)):  # raises ValueError for a character outside the vocabulary
+            raise ValueError("a stop string is empty")
+        self.tokenizer = tokenizer
         self.prompt = prompt
         self.new = []
-        self.tokenizer = tokenizer
-        self.stop = re.compile("|".join(map(tokenizer.stop_pattern, stops))) if stops else None
-        self.longest_stop = max(map(len, stops), default=0)
         self.ended = False
         self.decode = tokenizer.stream()
         self.stable, pending = self.decode(prompt)  # stable: no later token changes it
         self.text = self.stable + pending
         self.prompt_length = len(self.text)
-        self.taken = 0  # characters that new_piece has returned
+        self.shown = 0  # characters that new_piece has returned
+        self.stop = re.compile("|".join(map(tokenizer.stop_pattern, stops))) if stops else None
+        self.longest_stop = max(map(len, stops), default=0)
 
-    def add(self, tokens):
-        """Append a list of tokens, up to the one that completes a stop string."""
-        if self.ended:
+    def add(self, token):
+        """Append a token, unless a stop string has ended the text, or it is the -1 that pads a block."""
+        if self.ended or token < 0:
             return
-        at_once = 1 if self.stop else max(1, len(tokens))
-        for i in range(0, len(tokens), at_once):
-            since = max(self.prompt_length, len(self.text) - self.longest_stop)
-            some = tokens[i : i + at_once]
-            self.new += some
-            stable, pending = self.decode(some)
-            self.stable += stable
-            self.text = self.stable + pending
-            if self.stop and (found := self.stop.search(self.text, since)):
-                self.ended = True
-                self.text = self.text[: found.start()]
-                return
+        self.new.append(token)
+        stable, pending = self.decode([token])
+        self.stable += stable
+        self.text = self.stable + pending
+        if self.stop and (found := self.stop.search(self.text, max(self.prompt_length, self.shown))):
+            self.ended = True
+            self.text = self.text[: found.start()]
 
     def new_piece(self, final=False):
         """Return the text since the last call that no later token can change, and at the end the rest."""
         text = self.text
         if not (final or self.ended):  # the last characters may be the first of a stop string
             text = self.stable[: max(self.prompt_length, len(self.stable) - self.longest_stop)]
-        piece = text[self.taken :]
-        self.taken += len(piece)
+        piece = text[self.shown :]
+        self.shown += len(piece)
         return piece
 
 
@@ -108,7 +106,6 @@ def generate_texts(
     draft=None,
     compile=False,
     on_text=None,
-    stats=None,
     **sampling,
 ):
     """Return the texts that sample.py prints, a list of num_samples texts for each prompt.
@@ -121,55 +118,52 @@ def generate_texts(
     draft, compile    "ngram" and True: the same texts, faster, with the folder extras
     on_text           on_text(row, piece) gets each text as it arrives; rows are the samples of the first prompt, then
                       those of the next
-    stats             a dict for `rows`, a Text each, `times`, the seconds until each block of tokens arrived, and with
-                      drafts the counts `offered` and `accepted`
     sampling          fields of Sampling: temperature, top_k, top_p, seed, overflow
     Raises ValueError for impossible requests, and FloatingPointError for logits that are infinite or NaN.
     """
     if isinstance(prompts, str) or isinstance(stop, str):
         raise TypeError("prompts and stop are lists of strings")
     sampling = Sampling(samples=list(range(num_samples)) * len(prompts), **sampling)
-    block_size = model.config.block_size
-    if max_new_tokens is None:
-        max_new_tokens = 1000 if sampling.overflow == "slide" else block_size
-    stop = list(stop)
-    if not all(map(tokenizer.encode, stop)):  # raises ValueError for a character that the model cannot generate
-        raise ValueError("a stop string is empty")
     encoded = [tokenizer.encode(prompt or tokenizer.default_prompt) for prompt in prompts]
-    longest = max(map(len, encoded), default=0)
-    if sampling.overflow == "stop" and longest >= block_size:
-        fits = f"use at most {block_size - 1} (or --overflow slide, which keeps the newest {max(1, block_size // 2)})"
-        raise ValueError(f"the prompt has {longest} {tokenizer.unit}, but a context of {block_size} is full: {fits}")
+    stop = list(stop)
     rows = [Text(ids, tokenizer, stop) for ids in encoded for _ in range(num_samples)]
     if not rows:
         return [[] for _ in prompts]
-
-    def write(final=False):
-        for i, row in enumerate(rows):
-            if on_text and (piece := row.new_piece(final)):
+    for pieces in continue_texts(model, rows, max_new_tokens, sampling, kv_cache, draft, compile):
+        for i, piece in enumerate(pieces):
+            if on_text and piece:
                 on_text(i, piece)
+    return [[row.text for row in rows[i : i + num_samples]] for i in range(0, len(rows), num_samples)]
 
-    stats = {} if stats is None else stats
-    stats |= dict(rows=rows, times=[], offered=0)
+
+def continue_texts(model, rows, max_new_tokens, sampling, kv_cache, draft, compile):
+    """Append new tokens to rows, a list of Texts, and yield their new pieces of text.
+
+    Yields first when the engine is ready, then after each block of tokens, and at the end what was held back. Raises
+    ValueError, also for a prompt that leaves no space in the context.
+    """
+    block_size = model.config.block_size
+    longest = max(len(row.prompt) for row in rows)
+    if sampling.overflow == "stop" and longest >= block_size:
+        hint = f"use at most {block_size - 1}, or overflow slide, which keeps the newest {max(1, block_size // 2)}"
+        raise ValueError(f"the prompt has {longest} {rows[0].tokenizer.unit}, which fill the context: {hint}")
+    if max_new_tokens is None:
+        max_new_tokens = 1000 if sampling.overflow == "slide" else block_size
     all_threads = torch.get_num_threads()
     try:
-        started = time.perf_counter()
-        if draft or compile or len(set(map(len, encoded))) > 1:
+        if draft or compile or len({len(row.prompt) for row in rows}) > 1:
             engine = extras("decode.engine", "--draft, --compile or a batch of prompts of different lengths")
-            blocks = engine.open_engine(model, rows, max_new_tokens, sampling, stats, kv_cache, draft, compile)
+            blocks = engine.open_engine(model, rows, max_new_tokens, sampling, kv_cache, draft, compile)
         else:
             torch.set_num_threads(num_threads(model, len(rows) * (1 if kv_cache else block_size)))
             idx = torch.tensor([row.prompt for row in rows], device=model.device)
             blocks = generate(model, idx, max_new_tokens, sampling, kv_cache)
-        write()  # the prompts
-        began = time.perf_counter()
-        stats["setup"] = began - started
+        yield [row.new_piece() for row in rows]
         for block in blocks:
-            tokens = block.tolist()  # waits for the device
-            stats["times"].append(time.perf_counter() - began)
-            for i, row in enumerate(rows):
-                row.add([token for token in tokens[i] if token >= 0])
-            write()
+            for row, tokens in zip(rows, block.tolist()):  # waits for the device
+                for token in tokens:
+                    row.add(token)
+            yield [row.new_piece() for row in rows]
             if all(row.ended for row in rows):
                 break
     finally:
@@ -178,63 +172,60 @@ def generate_texts(
         asked = sampling.num_new_tokens(len(row.prompt), max_new_tokens, block_size)
         if len(row.new) < asked and not row.ended:
             raise RuntimeError(f"a text ended after {len(row.new)} of {asked} new tokens")
-    write(final=True)
-    return [[row.text for row in rows[i : i + num_samples]] for i in range(0, len(rows), num_samples)]
+    yield [row.new_piece(final=True) for row in rows]
 
 
 def note(message):
     print(f"sample.py: {message}", file=sys.stderr)
 
 
-def report(args, model, stats):
-    """Write time and memory to stderr."""
-    times = stats["times"]
-    new = [len(row.new) for row in stats["rows"]]
-    line = f"{sum(new)} tokens: TTFT {times[0] * 1e3:.2f} ms, "  # time to first token, and time per output token
+def report(args, model, rows, times):
+    """Write time and memory to stderr. times: seconds until the engine was ready, until each block, and at the end."""
+    ready, first, *_, end = times
+    new = [len(row.new) for row in rows]
+    line = f"{sum(new)} tokens: TTFT {(first - ready) * 1e3:.2f} ms, "  # time to first token, and per output token
     if max(new) > 1:
-        line += f"TPOT {(times[-1] - times[0]) / (max(new) - 1) * 1e3:.3f} ms, "
+        line += f"TPOT {(end - first) / (max(new) - 1) * 1e3:.3f} ms, "
     print(file=sys.stderr)
     note(f"using {model.source}")
-    note(f"{line}{sum(new) / times[-1]:,.0f} tokens/s")
-    if stats["setup"] > 0.1:
-        note(f"preparing the engine took {stats['setup']:.2f} s, which is not in these figures")
+    note(f"{line}{sum(new) / (end - ready):,.0f} tokens/s")
+    if ready > 0.1:
+        note(f"preparing the engine took {ready:.2f} s, which is not in these figures")
     if args.kv_cache:
         key = model.kv_cache.key
-        rows, heads, slots, size = key[0].shape
-        formula = f"2 * {len(key)} layers * {heads} kv heads * {size} head size * {slots} slots * {rows} rows"
+        batch, heads, slots, size = key[0].shape
+        formula = f"2 * {len(key)} layers * {heads} kv heads * {size} head size * {slots} slots * {batch} rows"
         num_bytes = 2 * sum(keys.nbytes for keys in key)
         note(f"KV cache: {formula} * {key[0].itemsize} bytes = {num_bytes:,} bytes")
+        if drafts := getattr(model.kv_cache, "drafts", None):  # of the engine in extras
+            note(f"draft: {drafts}")
     else:
         note("KV cache: off")
-    if stats["offered"]:
-        note(f"draft: {stats['accepted']} of {stats['offered']} draft tokens accepted")
     asked = args.max_new_tokens or 0
-    if capped := [n for n, row in zip(new, stats["rows"]) if n < asked and not row.ended]:
-        end = "the end of the context (--overflow slide continues)"
-        note(f"--max_new_tokens {asked} is capped at {max(capped)}, {end}")
+    if capped := [n for n, row in zip(new, rows) if n < asked and not row.ended]:
+        why = "the end of the context (--overflow slide continues)"
+        note(f"--max_new_tokens {asked} is capped at {max(capped)}, {why}")
 
 
 # -- --verify ----------------------------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
-def verify(model, rows, cache, settings, num_samples):
-    """Feed Texts to the model again, without the cache and with a new one: does it pick the same tokens?
+def verify(model, rows, sampling, cache):
+    """Feed the Texts of a run again, without a cache and with a new one: does the model pick the same tokens?
 
-    cache     the KVCache of the run, which must hold the same keys and values as a new one; None: there is none
-    settings  those of Sampling
-    Prints what it finds, and returns the exit code.
+    The cache of the run, unless it is None, must hold what the new one holds. Prints notes, and returns the exit code.
     """
     block_size = model.config.block_size
     longest = max(len(row.prompt + row.new) for row in rows)
     seconds = {"without": 0.0, "with": 0.0}
     near_ties = set()  # rows
     for number, row in enumerate(rows):
-        sampling = Sampling(**settings, samples=[number % num_samples])
+        alone = replace(sampling, samples=[sampling.samples[number]])
         new = model.new_cache(1)
         apart = []  # differences, which must be no larger than rounding
         idx = torch.tensor([row.prompt], device=model.device)
-        noises = sampling.noise(1, len(row.new), model.config.vocab_size, model.device)
+        noises = alone.noise(1, len(row.new), model.config.vocab_size, model.device)
         for step, (ours, noise) in enumerate(zip(row.new, noises)):
             context = slide(idx, block_size)
             if context is not idx:  # it has slid
@@ -257,17 +248,17 @@ def verify(model, rows, cache, settings, num_samples):
                     near_ties.add(number)
             apart.append((both[0] - both[1]).abs().max())
             idx = torch.cat((context, idx.new_tensor([[ours]])), dim=1)
-        slid = longest > block_size  # then the cache no longer holds the rows that ended earlier
-        if cache is not None and (not slid or len(row.prompt + row.new) == longest):
+        # once the context has slid, the cache no longer holds the rows that ended earlier
+        if cache is not None and (longest <= block_size or len(row.prompt + row.new) == longest):
             for in_run, again in zip(cache.key + cache.value, new.key + new.value):
                 apart.append((in_run[number, :, : new.length] - again[0, :, : new.length]).abs().max())
         worst = torch.stack(apart).max().item()
         if not worst < FAR:  # NaN, too
             note(f"verify: DIFFERENT at row {number}: logits, keys or values differ by up to {worst:.5f}")
             return 1
-    num_new = sum(len(row.new) for row in rows)
-    same = f"OK{' up to near-ties' if near_ties else ''}, {num_new} tokens are the same with and without the cache"
-    note(f"verify: {same} ({len(rows) - len(near_ties)} of {len(rows)} samples)")
+    same = f"{sum(len(row.new) for row in rows)} tokens are the same with and without the cache"
+    tied = " up to near-ties" if near_ties else ""
+    note(f"verify: OK{tied}, {same} ({len(rows) - len(near_ties)} of {len(rows)} samples)")
     times = f"{seconds['with']:.2f} s with the cache, {seconds['without']:.2f} s without"
     note(f"verify: {times}: {seconds['without'] / seconds['with']:.1f} times as fast")
     return 0
@@ -280,11 +271,11 @@ def parse_args():
     parser = Parser(__doc__)
     add = parser.add_argument
     # text and cache
-    add("--prompt", "--start", action="append", help="text to continue, or FILE:path; repeat for a batch")
+    add("--prompt", "--start", type=read_prompt, action="append", help="text, or FILE:path; repeat for a batch")
     add("--kv_cache", default=True, help="default: True", **SWITCH)
     add("--no-kv_cache", "--no_kv_cache", action="store_false", dest="kv_cache", help="feed the whole text every time")
     add("--max_new_tokens", type=int, metavar="N", help="default: until the context is full; 1000 with slide")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeat for several")
+    add("--stop", type=newlines, action="append", default=[], help="end before this text; repeat for several")
     # sampling
     add("--temperature", type=float, default=0.8, help="0 is greedy, 1 the model's own distribution (default: 0.8)")
     add("--top_k", type=int, metavar="K", help="sample from the K most likely tokens")
@@ -306,6 +297,7 @@ def parse_args():
     add("--meta", metavar="FILE", help="for a nanoGPT checkpoint: its meta.pkl, or the folder of its tokenizer")
     add("--explain", help="instead, print the tensor shapes of a prefill and two decode steps", **SWITCH)
     args = parser.parse_args()
+    args.prompt = args.prompt or [""]
     for name, most in (("max_new_tokens", 2**31), ("num_samples", 2**12)):
         value = getattr(args, name)
         if value is not None and not 1 <= value <= most:
@@ -317,81 +309,77 @@ def parse_args():
     return args
 
 
+def newlines(text):  # as when reading a file
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_prompt(prompt):
+    """Return a prompt, which may be FILE:path, as text."""
+    if not prompt.startswith("FILE:"):
+        return newlines(prompt)
+    try:
+        return Path(prompt.removeprefix("FILE:")).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentTypeError(f"cannot read {prompt!r}: {error}") from None
+
+
 def open_model(args):
     """Return (model, tokenizer) for the flags. Raises OSError or ValueError."""
     if args.engine == "onnx":
         return extras("formats.onnx", "--engine onnx").open_onnx(args)
     path = find_checkpoint(args.ckpt or args.out_dir)
-    if args.meta or (path / "config.json").exists():  # a Hugging Face folder
-        return extras("formats.checkpoint", path).load_model(path, args.meta)
-    try:
-        return load_model(path)
-    except (OSError, ValueError):
-        if not EXTRAS.is_dir():
-            raise
-    return extras("formats.checkpoint").load_model(path)  # it reads more formats, and explains errors better
+    what = "--meta"
+    if not args.meta:
+        try:
+            return load_model(path)
+        except (OSError, ValueError) as error:
+            what = f"{error}; any other format"
+    return extras("formats.checkpoint", what).load_model(path, args.meta)  # it also explains errors better
 
 
 def put_on_device(model, args):
     """Move a model to --device in --dtype. Raises ValueError."""
-    fed = len(args.prompt or [""]) * args.num_samples * (1 if args.kv_cache else model.config.block_size)
-    small = fed * sum(p.numel() for p in model.parameters()) < GPU_STEP
-    small = small and args.device == "auto" and args.dtype == "float32"
-    if small and torch.cuda.is_available():
-        note("using the CPU, which is faster than a GPU for a step this small (--device cuda uses the GPU)")
-    device = pick_device("cpu" if small else args.device)
+    name = args.device
+    if name == "auto" and args.dtype == "float32" and torch.cuda.is_available():
+        fed = len(args.prompt) * args.num_samples * (1 if args.kv_cache else model.config.block_size)
+        if fed * sum(p.numel() for p in model.parameters()) < GPU_STEP:
+            note("using the CPU, which is faster than a GPU for a step this small (--device cuda uses the GPU)")
+            name = "cpu"
+    device = pick_device(name)
     model.to(device, getattr(torch, args.dtype))
     if device.type == "cuda":  # the first prefill and the first step take half a second to load libraries
         model.generate(torch.zeros(1, 16, dtype=torch.int64, device=device), 2, seed=0, overflow="slide")
 
 
-def read_prompt(prompt):
-    """Return a prompt, which may be FILE:path, as text. Raises ValueError."""
-    if prompt.startswith("FILE:"):
-        name = prompt.removeprefix("FILE:")
-        try:
-            prompt = Path(name).read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"cannot read the prompt from the file {name!r}: {error}") from None
-    return newlines(prompt)
-
-
-def newlines(text):  # as when reading a file
-    return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
 def main():
     args = parse_args()
     settings = {f.name: getattr(args, f.name) for f in fields(Sampling) if hasattr(args, f.name)}
-    stats = {}
-
-    def on_text(row, piece):  # the first text appears as it arrives, and the rest at the end
-        if row == 0:
-            sys.stdout.write(piece)
-            sys.stdout.flush()
-
+    times = []
     try:
         model, tokenizer = open_model(args)
         if args.weights == "int8":
             extras("decode.quantize", "--weights int8").round_weights(model)
         if args.engine == "torch":
             put_on_device(model, args)
-        prompts = [read_prompt(prompt) for prompt in args.prompt or [""]]
+        sampling = Sampling(samples=list(range(args.num_samples)) * len(args.prompt), **settings)
         if args.explain:
-            return extras("decode.explain", "--explain").explain_flags(model, tokenizer, prompts, args, settings)
-        how = dict(num_samples=args.num_samples, stop=list(map(newlines, args.stop)), kv_cache=args.kv_cache)
-        how |= dict(draft=args.draft, compile=args.compile, on_text=on_text, stats=stats)
-        texts = generate_texts(model, tokenizer, prompts, args.max_new_tokens, **how, **settings)
+            return extras("decode.explain", "--explain").explain_flags(model, tokenizer, args, sampling)
+        encoded = [tokenizer.encode(prompt or tokenizer.default_prompt) for prompt in args.prompt]
+        rows = [Text(ids, tokenizer, args.stop) for ids in encoded for _ in range(args.num_samples)]
+        began = time.perf_counter()
+        how = (args.kv_cache, args.draft, args.compile)
+        for pieces in continue_texts(model, rows, args.max_new_tokens, sampling, *how):
+            sys.stdout.write(pieces[0])  # the first text appears as it arrives, and the others at the end
+            sys.stdout.flush()
+            times.append(time.perf_counter() - began)
     except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"sample.py: {error}")
-    first, *others = [text for samples in texts for text in samples]
-    sys.stdout.write("".join(SEPARATOR + text for text in others) + ("\n" if sys.stdout.isatty() else ""))
+    sys.stdout.write("".join(SEPARATOR + row.text for row in rows[1:]) + "\n" * sys.stdout.isatty())
     sys.stdout.flush()
-    report(args, model, stats)
+    report(args, model, rows, times)
     if args.verify:
-        reference = model if args.engine == "torch" else model.reference  # the GPT that was exported
-        cache = model.kv_cache if args.kv_cache else None
-        return verify(reference, stats["rows"], cache, settings, args.num_samples)
+        reference = getattr(model, "reference", model)  # with --engine onnx, the GPT that was exported
+        return verify(reference, rows, sampling, model.kv_cache if args.kv_cache else None)
     return 0
 
 

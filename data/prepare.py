@@ -90,13 +90,17 @@ def download():
 
         response = requests.get(CORPUS_URL, timeout=30)
         response.raise_for_status()
-        if hashlib.sha256(response.content).hexdigest() != CORPUS_SHA256:
+        if sha256(response.content) != CORPUS_SHA256:
             raise ValueError(f"the response ({len(response.content)} bytes) is not tiny Shakespeare")
         return decode(response.content, CORPUS_URL)
     except (ImportError, OSError, ValueError) as error:
         while error.__context__:  # the outer errors of requests are full of object addresses
             error = error.__context__
         raise ValueError(f"cannot download {CORPUS_URL}: {str(error) or type(error).__name__}") from None
+
+
+def sha256(content):
+    return hashlib.sha256(content).hexdigest()
 
 
 def in_order(text):
@@ -110,24 +114,22 @@ def in_order(text):
 
 
 def main():
-    # what is there already
+    # what is there already: your own text is replaced only if you say so, and the stand-in by whatever comes
     args = parse_args()
     data_dir = Path(args.data_dir)
-    files = [data_dir / "train.bin", data_dir / "val.bin"]
-    old = {"source": "another program"} if any(file.exists() for file in files) else {}
+    files = [file for file in (data_dir / "train.bin", data_dir / "val.bin") if file.exists()]
+    old = {"source": "another program" if files else STAND_IN_SOURCE}
     with suppress(OSError, ValueError, TypeError):
         old |= json.loads((data_dir / "meta.json").read_bytes())
-    before = old.get("source")  # None: nothing was there
     if not args.input and not args.force:
-        found = {file.stem: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.exists()}
-        hashes = old.get("sha256")
-        whole = "chars" in old and len(found) == 2 and isinstance(hashes, dict) and found.items() <= hashes.items()
-        if before == CORPUS_URL and whole and not args.tokenizer and not args.val:
+        if old["source"] not in (CORPUS_URL, STAND_IN_SOURCE):
+            hint = "--force replaces it, a different --data_dir keeps both"
+            raise ValueError(f"{data_dir} holds your own text, from {old['source']}: {hint}")
+        hashes = {file.stem: sha256(file.read_bytes()) for file in files}
+        hashes["vocabulary"] = sha256(str(old.get("chars")).encode())
+        if (old["source"], old.get("sha256")) == (CORPUS_URL, hashes) and not args.tokenizer and not args.val:
             print(f"{data_dir} already holds all of {CORPUS_URL}: nothing to do (--force does it again)")
             return
-        if before not in (None, CORPUS_URL, STAND_IN_SOURCE):
-            hint = "--force replaces it, a different --data_dir keeps both"
-            raise ValueError(f"{data_dir} holds your own text, from {before}: {hint}")
 
     # the text
     source = ", ".join(map(os.path.abspath, args.input)) or CORPUS_URL
@@ -137,7 +139,7 @@ def main():
         try:
             text = download()
         except ValueError as error:
-            if before not in (None, STAND_IN_SOURCE):  # the stand-in replaces nothing else
+            if old["source"] != STAND_IN_SOURCE:
                 raise ValueError(f"{error}; nothing was changed") from None
             print(f"prepare.py: WARNING: {error}\nUSING THE SMALL STAND-IN data/sample.txt", file=sys.stderr)
             source = STAND_IN_SOURCE
@@ -166,8 +168,8 @@ def main():
     ids = {split: np.fromiter(encode(part), id_type) for split, part in (("train", train), ("val", val))}
 
     # the files: all of them or, on a full disk, none
-    hashes = {split: hashlib.sha256(ids[split]).hexdigest() for split in ids}
-    hashes["vocabulary"] = hashlib.sha256("".join(vocabulary.values()).encode()).hexdigest()
+    hashes = {split: sha256(ids[split]) for split in ids}
+    hashes["vocabulary"] = sha256("".join(vocabulary.values()).encode())
     meta = vocabulary | {"source": source, "sha256": hashes}
     files = {"train.bin": ids["train"], "val.bin": ids["val"], "meta.json": json.dumps(meta, indent=1).encode()}
     data_dir.mkdir(parents=True, exist_ok=True)

@@ -11,8 +11,8 @@ import torch
 
 import model
 from helpers import PROMPT, ROOT, assert_one_line, here, ok, sample, save_model, text_before, texts_of, tiny, unix
-from model import PRETRAINED, KVCache, load_model
-from sample import SEPARATOR, generate_texts, report, verify
+from model import PRETRAINED, KVCache, Sampling, load_model
+from sample import SEPARATOR, Text, continue_texts, generate_texts, report, verify
 
 
 @pytest.mark.parametrize("flag", ["--kv_cache", "--no-kv_cache"])
@@ -38,8 +38,8 @@ def test_the_report_counts_the_bytes_that_the_formula_gives(trained):
 def test_the_figures_are_those_computed_by_hand(capsys):
     """Two rows of four new tokens in gaps of 4, 10 and 10 ms."""
     rows = [SimpleNamespace(new=[0, 1, 2, 3], ended=False)] * 2
-    stats = dict(rows=rows, times=[0.010, 0.014, 0.024, 0.034], setup=0.0, offered=0)
-    report(SimpleNamespace(kv_cache=False, max_new_tokens=None), SimpleNamespace(source="a model"), stats)
+    times = [0.001, 0.011, 0.015, 0.025, 0.035, 0.035]  # after 1 ms the engine is ready
+    report(SimpleNamespace(kv_cache=False, max_new_tokens=None), SimpleNamespace(source="a model"), rows, times)
     line = "\nsample.py: using a model\nsample.py: 8 tokens: TTFT 10.00 ms, TPOT 8.000 ms, 235 tokens/s\n"
     assert capsys.readouterr().err == line + "sample.py: KV cache: off\n"
 
@@ -152,11 +152,12 @@ def test_a_text_that_ends_early_is_noticed(flags, tmp_path, monkeypatch):
         sample(tmp_path, "--prompt", "cabbage", "--max_new_tokens", "9", *flags)
 
 
-def run_of(gpt, tokenizer, **how):
-    """A run of generate_texts, as arguments of verify: the model, the rows, the cache, settings, samples per prompt."""
-    stats = {}
-    generate_texts(gpt, tokenizer, ["O Romeo, "], 40, seed=3, stats=stats, **how)
-    return gpt, stats["rows"], gpt.kv_cache, dict(seed=3), 1
+def run_of(gpt, tokenizer):
+    """A run, as arguments of verify: the model, the texts, a Sampling, the cache."""
+    sampling = Sampling(seed=3, samples=[0])
+    rows = [Text(tokenizer.encode("O Romeo, "), tokenizer)]
+    list(continue_texts(gpt, rows, 40, sampling, True, None, False))
+    return gpt, rows, sampling, gpt.kv_cache
 
 
 @pytest.mark.parametrize("kind", ["key_cache", "value_cache"])
@@ -164,7 +165,7 @@ def test_verify_reads_the_cache_that_the_run_has_left(kind, capsys):
     """A cache that is damaged after the last pick has changed no token, but the next one would be wrong."""
     run = run_of(*load_model(PRETRAINED))
     assert verify(*run) == 0
-    getattr(run[2].heads[2][1], kind)[0, 17] += 0.1
+    getattr(run[-1].heads[2][1], kind)[0, 17] += 0.1
     assert verify(*run) == 1
     assert "logits, keys or values differ by up to 0.1" in capsys.readouterr().err
 
@@ -256,6 +257,8 @@ def test_generate_texts_refuses_what_it_cannot_generate():
         (["--ckpt", "a.pt", "--out_dir", "b"], ["--ckpt and --out_dir both say which model"]),
         (["hello"], ["unrecognized arguments: hello"]),
         (["--ckpt="], ["--ckpt is empty"]),
+        (["--prompt", "FILE:/nowhere/at/all"], ["cannot read 'FILE:/nowhere/at/all': "]),
+        (["--prompt", "FILE:"], ["cannot read 'FILE:'"]),
     ],
     ids=lambda value: " ".join(map(str, value)),
 )
@@ -271,8 +274,6 @@ def test_impossible_flags_are_one_line_and_exit_code_2(flags, words):
     [
         (["--prompt", "O Roméo #"], ["'é'", "'#'", "abcdefghijklmnopqrstuvwxyz"]),
         (["--prompt", "x" * 32], ["32", "at most 31"]),
-        (["--prompt", "FILE:/nowhere/at/all"], ["/nowhere/at/all"]),
-        (["--prompt", "FILE:"], ["the prompt from the file ''"]),
         (["--temperature", "-1"], ["sample.py: temperature=-1.0: must be at least 0"]),
         (["--temperature", "nan"], ["temperature=nan"]),
         (["--top_k", "0"], ["top_k=0"]),
@@ -326,4 +327,4 @@ def test_a_file_that_is_no_checkpoint_or_missing_is_one_line():
 def test_a_prompt_that_is_not_utf8_is_one_line(trained, tmp_path):
     (tmp_path / "p.txt").write_bytes("café".encode("latin-1"))
     result = sample(trained, "--prompt", f"FILE:{tmp_path / 'p.txt'}")
-    assert_one_line(result, "cannot read the prompt from the file", "p.txt': 'utf-8' codec", code=1)
+    assert_one_line(result, "cannot read 'FILE:", "p.txt': 'utf-8' codec", code=2)

@@ -60,13 +60,12 @@ class Decoder:
         return Generation(self, list(prompts), max_new_tokens, Sampling(*settings, **more_settings))
 
 
-def open_engine(model, rows, max_new_tokens, sampling, stats, kv_cache=True, draft=None, compile=False):
+def open_engine(model, rows, max_new_tokens, sampling, kv_cache=True, draft=None, compile=False):
     """Return the engine for some texts. It chooses the number of torch's threads.
 
     rows            the texts. Each has `prompt` and `new`, lists of ids, and `ended`. The caller appends to `new`, and
                     sets `ended` to end a row
     sampling        a Sampling
-    stats           a dict for the counts of a Generation
     kv_cache        False is refused, because every engine has a cache
     draft, compile  those of Decoder. A note on stderr says why there is no compiled step
     Raises ValueError.
@@ -89,12 +88,12 @@ def open_engine(model, rows, max_new_tokens, sampling, stats, kv_cache=True, dra
             weights = "int8" if getattr(model, "int8", False) else "float32"
             decoder = Decoder(model, draft, model.ngrams, compile=True, weights=weights)
             torch.set_num_threads(1)  # the C backend has threads of its own
-            return Generation(decoder, prompts, max_new_tokens, sampling, rows, stats)
+            return Generation(decoder, prompts, max_new_tokens, sampling, rows)
         except CompileError as error:
             note(f"{error}: decoding without --compile")
     decoder = Decoder(model, draft, model.ngrams)
     torch.set_num_threads(num_threads(model, len(prompts) * (decoder.num_drafts + 1)))
-    return Generation(decoder, prompts, max_new_tokens, sampling, rows, stats)
+    return Generation(decoder, prompts, max_new_tokens, sampling, rows)
 
 
 class Generation:
@@ -103,21 +102,20 @@ class Generation:
     prompts   B int64 tensors of one dimension
     sampling  a Sampling
     texts     those of open_engine, to learn which rows have ended
-    stats     a dict that gets `forwards`, how many there were so far; `offered`, how many draft tokens they checked;
-              and `accepted`, how many of those they accepted
+    stats     a dict with `forwards`, how many there were so far; `offered`, how many draft tokens they checked; and
+              `accepted`, how many of those they accepted
     Rows advance at their own pace, because a step accepts more draft tokens in some of them, and a longer prompt fills
     its context earlier. A row with fewer than n new tokens is padded with -1.
 
     Raises ValueError for a prompt that does not fit the context, and for a batch that cannot slide together.
     """
 
-    def __init__(self, decoder, prompts, max_new_tokens, sampling, texts=(), stats=None):
+    def __init__(self, decoder, prompts, max_new_tokens, sampling, texts=()):
         self.decoder = decoder
         self.model = decoder.model
         self.sampling = sampling
         self.texts = texts
-        self.stats = {} if stats is None else stats
-        self.stats |= dict(forwards=0, offered=0, accepted=0)
+        self.stats = dict(forwards=0, offered=0, accepted=0)
         lengths = [len(prompt) for prompt in prompts]
         block_size = self.model.config.block_size
         self.slides = sampling.overflow == "slide"
@@ -143,6 +141,8 @@ class Generation:
             if self.texts and self.cache:
                 longest = max(len(text.prompt + text.new) for text in self.texts)
                 self.cache.length = min(self.cache.length, longest - 1)
+                if self.stats["offered"]:  # for the report of sample.py
+                    self.cache.drafts = "{accepted} of {offered} draft tokens accepted".format(**self.stats)
 
     def _blocks(self):
         state = self.state

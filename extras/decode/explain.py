@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from model import Sampling, generate
+from model import generate
 
 
 class AttentionCalls(TorchFunctionMode):
@@ -78,13 +78,13 @@ def attention_weights(model, idx, layer=0):
     return layer_weights(seen["q"], seen["k"], seen["mask"])
 
 
-def explain_flags(model, tokenizer, prompts, args, settings):
+def explain_flags(model, tokenizer, args, sampling):
     """sample.py --explain, for the flags `args`. Raises ValueError."""
-    plain = args.engine == "torch" and args.kv_cache and args.num_samples == len(prompts) == 1
+    plain = args.engine == "torch" and args.kv_cache and args.num_samples == len(args.prompt) == 1
     if not plain or args.draft or args.compile or args.verify or args.stop:
         raise ValueError("--explain shows one prompt with the plain cache: leave out flags that change that")
-    text = prompts[0] or tokenizer.default_prompt
-    explain(model, tokenizer, text, args.max_new_tokens, Sampling(**settings))
+    text = args.prompt[0] or tokenizer.default_prompt
+    explain(model, tokenizer, text, args.max_new_tokens, sampling)
 
 
 def explain(model, tokenizer, text, max_new_tokens, sampling):

@@ -58,9 +58,9 @@ def test_a_stop_string_is_whole_ids():
     text = Text([1, 2], IdTokenizer(99), ["1", "7  8"])
     shown = text.new_piece()
     for token in (11, 7, 9, 17, 8, 7):
-        text.add([token])
+        text.add(token)
         shown += text.new_piece()
         assert not text.ended and text.text.startswith(shown)
-    text.add([8])
+    text.add(8)
     assert text.ended and text.text == shown + text.new_piece() == "1 2 11 7 9 17 8"
     assert text.new == [11, 7, 9, 17, 8, 7, 8]

@@ -11,31 +11,28 @@ from extras.decode.cuda_graph import GraphedGPT
 from extras.decode.engine import NUM_DRAFTS, Decoder, open_engine
 from helpers import CONTEXT, MODELS, V, num_threads, prompts, random_model
 from model import CharTokenizer, Sampling
-from sample import Text, generate_texts, verify
+from sample import Text, continue_texts, generate_texts, verify
 
 TOKENIZER = CharTokenizer("".join(chr(ord("a") + i) for i in range(V)))
 STEPS = 9
-SETTINGS = dict(seed=3, temperature=1.0)
+SAMPLING = Sampling(seed=3, temperature=1.0, samples=[0, 0])
 
 
-def engine(**how):
-    def rows_of(model, texts):
-        stats = {}
-        generate_texts(model, TOKENIZER, texts, STEPS, stats=stats, **how, **SETTINGS)
-        return stats["rows"]
+def engine(draft=None, compile=False):
+    def run(model, rows):
+        for _ in continue_texts(model, rows, STEPS, SAMPLING, True, draft, compile):
+            pass
 
-    return rows_of
+    return run
 
 
-def cuda_graph(model, texts):
+def cuda_graph(model, rows):
     """As sample.py --compile on a GPU. Here, its steps are launched one by one."""
-    rows = [Text(TOKENIZER.encode(prompt), TOKENIZER) for prompt in texts]
-    sampling = Sampling(samples=[0] * len(rows), **SETTINGS)
-    graphed = GraphedGPT(model, len(rows), CONTEXT, sampling)
+    graphed = GraphedGPT(model, len(rows), CONTEXT, SAMPLING)
     for block in graphed.stream(torch.tensor([row.prompt for row in rows]), STEPS):
         for row, tokens in zip(rows, block.tolist()):
-            row.add(tokens)
-    return rows
+            for token in tokens:
+                row.add(token)
 
 
 ENGINES = {
@@ -51,10 +48,12 @@ ENGINES = {
 @pytest.fixture(params=ENGINES.values(), ids=ENGINES)
 def ran(request):
     """A model after a run of an engine, and the rows of the run."""
-    rows_of, texts = request.param
+    run, texts = request.param
     model = random_model(MODELS[9].config)
     model.ngrams = NGRAMS
-    return model, rows_of(model, texts)
+    rows = [Text(TOKENIZER.encode(text), TOKENIZER) for text in texts]
+    run(model, rows)
+    return model, rows
 
 
 @pytest.mark.parametrize("row", [0, 1])
@@ -63,10 +62,10 @@ def test_verify_sees_one_damaged_slot_of_the_cache_that_the_run_has_left(row, sl
     """The tokens are right, so only the cache tells."""
     model, rows = ran
     cache = model.kv_cache
-    assert verify(model, rows, cache, SETTINGS, num_samples=1) == 0 and "verify: OK" in capsys.readouterr().err
+    assert verify(model, rows, SAMPLING, cache) == 0 and "verify: OK" in capsys.readouterr().err
     with torch.inference_mode():
         cache.value[1][row, 0, slot, 0] += 0.1
-    assert verify(model, rows, cache, SETTINGS, num_samples=1) == 1
+    assert verify(model, rows, SAMPLING, cache) == 1
     assert f"verify: DIFFERENT at row {row}: logits, keys or values" in capsys.readouterr().err
 
 
@@ -81,6 +80,7 @@ def test_a_run_that_a_stop_string_ends_leaves_a_cache_to_continue(how):
     [[text]] = generate_texts(model, TOKENIZER, ["abc"], seed=1, temperature=1.0)
     [[said]] = generate_texts(model, TOKENIZER, ["abc"], stop=[text[6]], seed=1, temperature=1.0, **how)
     assert said == text[: text.index(text[6], 3)]
+    assert ("draft" in how) == hasattr(model.kv_cache, "drafts")  # for the report of sample.py
     asked = torch.tensor([TOKENIZER.encode(text[: len(said) + 1] + "d")])  # the stop string, and a question
     answer = model.generate(asked, 4, seed=2, cache=model.kv_cache)
     assert torch.equal(answer, model.generate(asked, 4, seed=2, kv_cache=False))
@@ -114,7 +114,7 @@ def test_the_c_backend_has_its_own_threads_and_says_only_that_it_compiles(capsys
     model.ngrams = NGRAMS
     rows = [Text(TOKENIZER.encode(text), TOKENIZER) for text in ("ab", "abc")]
     with num_threads(3):
-        open_engine(model, rows, 9, Sampling(seed=1), {}, compile=True)
+        open_engine(model, rows, 9, Sampling(seed=1), compile=True)
         assert torch.get_num_threads() == 1
         torch.set_num_threads(3)
         for how in ({}, dict(draft="ngram"), dict(compile=True)):

@@ -27,7 +27,7 @@ def test_a_text_of_tokens_streams_as_it_is_and_no_character_is_taken_back(prompt
     begin = BPE.decode(prompt)
     expected = begin + text_before(BPE.decode(prompt + ids)[len(begin) :], stops)
     for token in ids:
-        row.add([token])
+        row.add(token)
         shown += row.new_piece()
         assert expected.startswith(shown), (shown, expected)
         if row.ended:
@@ -76,6 +76,16 @@ def test_what_is_written_is_the_decoding_of_all_tokens(name, data):
     row = Text(prompt, tokenizer)
     shown = row.new_piece()
     for token in ids:
-        row.add([token])
+        row.add(token)
         shown += row.new_piece()
     assert shown + row.new_piece(final=True) == tokenizer.decode(prompt + ids)
+
+
+def test_a_stop_string_spelled_in_bytes_ends_the_text_at_its_last_byte():
+    """Before that, its bytes stand for more characters than it has."""
+    tokenizer = TOKENIZERS["Llama"]
+    row = Text(tokenizer.encode("a"), tokenizer, ["中"])
+    for byte in "中".encode():
+        assert not row.ended
+        row.add(tokenizer.ids[f"<0x{byte:02X}>"])
+    assert row.ended and row.text == "a"

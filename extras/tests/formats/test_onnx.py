@@ -19,7 +19,7 @@ from extras.formats.compare import compare_with_pytorch, own_text
 from extras.formats.onnx import OnnxGPT, compare_onnx, write_onnx
 from helpers import CHARS, SIZE, ok, run, same, tiny, unix
 from model import Sampling, generate
-from sample import generate_texts, verify
+from sample import Text, continue_texts, verify
 
 CONTEXT = SIZE["block_size"]
 NETWORKS = {
@@ -191,15 +191,15 @@ def test_verify_sees_one_damaged_slot_of_the_cache_that_the_run_has_left(exporte
     """As extras/tests/decode/test_run_cache.py has it for the other engines."""
     model, file, _ = exported
     engine = OnnxGPT(file)
-    stats = {}
-    generate_texts(engine, TOKENIZER, ["abc", "cab"], 9, stats=stats, seed=1)
-
-    run = dict(rows=stats["rows"], cache=engine.kv_cache, settings=dict(seed=1), num_samples=1)
-    assert verify(model, **run) == 0 and "verify: OK" in capsys.readouterr().err
+    sampling = Sampling(seed=1, samples=[0, 0])
+    rows = [Text(TOKENIZER.encode(prompt), TOKENIZER) for prompt in ("abc", "cab")]
+    list(continue_texts(engine, rows, 9, sampling, True, None, False))
+    run = (model, rows, sampling, engine.kv_cache)
+    assert verify(*run) == 0 and "verify: OK" in capsys.readouterr().err
     value = engine.kv_cache.past[3].numpy().copy()
     value[1, 0, 9, 0] += 0.1
     engine.kv_cache.past[3] = engine.to_ort(value)
-    assert verify(model, **run) == 1 and "verify: DIFFERENT at row 1: logits, keys or values" in capsys.readouterr().err
+    assert verify(*run) == 1 and "verify: DIFFERENT at row 1: logits, keys or values" in capsys.readouterr().err
 
 
 # -- rewritten by other tools ------------------------------------------------------------------------------------------
