@@ -79,7 +79,7 @@ def test_it_prepares_trains_and_resumes_as_in_the_repository(alone, data_dir, tm
     assert [code for code, _, _ in results[:3]] == [0] * 3, results[:3]
     for name in ("train.bin", "val.bin", "meta.json"):
         assert (folder / "data" / name).read_bytes() == (data_dir / name).read_bytes()
-    assert results[1][1].startswith("training without auxiliary targets, which need the folder extras")
+    assert results[1][1].startswith("training preset cpu, recipe modern, ")
     flags = [*MODERN, "--ngram_targets", 0, "--mtp_weight", 0, "--max_iters", 20]
     ok(here(*flags, "--data_dir", data_dir, "--out_dir", tmp_path))
     ours, theirs = load(folder / "out" / "last.pt"), load(tmp_path / "last.pt")

@@ -178,24 +178,16 @@ MISTAKES = [  # flags, and what the line says
     ("--block_size 100000", "for validation, but we need 100001 and 2: use longer text or a smaller --block_size"),
     ("--n_embd 65 --n_head 4", "n_head=4: must be a divisor of n_embd=65"),
     ("--dtype float16", "--dtype float16 needs CUDA to train"),
-    *(
-        (f"--{flags}", f"--{flags.split(' --')[0]}")
-        for flags in (
-            "block_size 3000000 --n_embd 8",
-            "n_embd 1000000",
-            "mlp_ratio 1000000.0 --n_embd 128",
-            "n_layer 100000000",
-            "batch_size 1000000000",
-        )
-    ),
+    ("--n_embd 1000000", "out of memory: halve --batch_size"),
+    ("--beta2 1", "Invalid beta parameter at index 1: 1.0"),
+    ("--loss extras.targets --ngram_targets 1.5", "--ngram_targets 1.5: "),
     ("--learning_rate 0 --min_lr 1e-4", "--min_lr 0.0001 is above --learning_rate 0.0"),
     ("--loss cross_entropy --mtp_weight 0.3", "--ngram_targets and --mtp_weight need --loss extras.targets"),
-    ("--threads 100000", "--threads 100000 is not a number from 0 to 1024"),
-    ("--out_dir train.py", "cannot write to train.py (File exists)"),
+    ("--threads -1", "--threads -1 is not a number from 0 to "),
+    ("--out_dir train.py", "File exists: 'train.py'"),
     ("--device nonsense", "--device nonsense cannot be used here"),
     ("--init_from out/none", "no checkpoint at out/none"),
-    ("--data_dir none", "run python data/prepare.py --data_dir none, or pass a different --data_dir"),
-    ("--data_dir train.py", "run python data/prepare.py --input train.py"),
+    ("--data_dir none", "run python data/prepare.py --data_dir none (--input FILE for your own text), or pass"),
     ("--init_from resume", "no checkpoint at "),
 ]
 

@@ -185,11 +185,6 @@ def test_a_loss_that_is_not_there_is_one_line(name, data_dir, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def cut_moments(last):
-    state = last["optimizer"][0]["state"][0]
-    state["exp_avg"] = state["exp_avg"].flatten()[1:]
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -205,21 +200,12 @@ def cut_moments(last):
         {"model_args": {"head_size": 4}},
         {"best_val_loss": math.nan},
         {"seconds": None},
-        {"seconds": math.inf},
-        {"evals_since_best": -1},
         {"data_sha256": [1]},
-        cut_moments,
-        lambda last: last["optimizer"][0]["state"][0].pop("exp_avg_sq"),
     ],
 )
 def test_a_field_of_another_kind_is_refused_before_anything_moves(change, out):
-    last = load(out / "last.pt")
-    if isinstance(change, dict):
-        last |= change
-    else:
-        change(last)
-    torch.save(last, out / "last.pt")
-    assert_refused(out, words=[] if isinstance(change, dict) else ["does not fit the weights"])
+    torch.save(load(out / "last.pt") | change, out / "last.pt")
+    assert_refused(out)
 
 
 def test_a_whole_number_may_be_a_float(out):
