@@ -100,8 +100,7 @@ RECIPES = {
 }
 EVAL_TOKENS = 2**17  # val tokens per evaluation, unless --eval_iters is set
 
-# n-gram targets and tokens further ahead lower the val loss by 0.04, but need the folder extras
-LOSS = "extras.targets" if EXTRAS.is_dir() else "cross_entropy"
+LOSS = "extras.targets" if EXTRAS.is_dir() else "cross_entropy"  # with the folder extras, the val loss ends 0.04 lower
 
 FLAGS = {  # name: (default, help, choices). The type of a flag is that of its default
     "preset": ("auto", "model size and run length; auto picks finetune, gpu or cpu", "auto", *PRESETS),
@@ -154,9 +153,9 @@ FLAGS = {  # name: (default, help, choices). The type of a flag is that of its d
     "threads": (0, "CPU threads, kept by a resume; 0: PyTorch's choice"),
     "compile": (False, "torch.compile the training step"),
 }
-# the fields of GPTConfig are flags too, and those without a row above have its defaults
-NETWORK = {f.name: f.default for f in fields(GPTConfig) if f.name != "vocab_size"}
-FLAGS |= {name: (NETWORK[name], "see GPTConfig in model.py") for name in NETWORK if name not in FLAGS}
+for field in fields(GPTConfig):  # the others are flags too
+    if field.name != "vocab_size":
+        FLAGS.setdefault(field.name, (field.default, "see GPTConfig in model.py"))
 AT_LEAST_1 = "batch_size gradient_accumulation_steps max_iters eval_interval save_interval log_interval".split()
 
 
@@ -175,7 +174,7 @@ def make_config(flags, checkpoint=None, on_gpu=False):
     Later ones win: defaults, recipe, preset, checkpoint, flags.
 
     flags       {name: value} of those given
-    checkpoint  of the model to start from, which fixes the network, or of the run to resume, which decides the rest too
+    checkpoint  from read_checkpoint. A model fixes the network, and a run that we resume saved all settings
     on_gpu      whether preset "auto" means "gpu"
     """
     flags = {name: value for name, value in flags.items() if (name, value) != ("preset", "auto")}
@@ -183,7 +182,7 @@ def make_config(flags, checkpoint=None, on_gpu=False):
     saved = {}
     if checkpoint:
         network = asdict(GPTConfig(**checkpoint["model_args"]))  # files from elsewhere have only some of the fields
-        saved = {name: network[name] for name in NETWORK if name != "dropout"}
+        saved = {name: value for name, value in network.items() if name in FLAGS and name != "dropout"}
     fixed = {*saved, "preset", "recipe", "loss", "mtp_weight", "optimizer"}
     if resuming:  # the folder may have a new name
         saved |= {name: value for name, value in checkpoint["config"].items() if name in FLAGS and name != "out_dir"}
@@ -512,8 +511,9 @@ def make_model(config, checkpoint, tokenizer, ids):
     """
     torch.manual_seed(config.seed)
     if not checkpoint:
-        network = {name: getattr(config, name) for name in NETWORK} | dict(n_kv_head=config.n_kv_head or None)
-        model = GPT(GPTConfig(vocab_size=len(tokenizer.vocab), **network))
+        network = {f.name: getattr(config, f.name) for f in fields(GPTConfig) if f.name != "vocab_size"}
+        network |= dict(vocab_size=len(tokenizer.vocab), n_kv_head=config.n_kv_head or None)
+        model = GPT(GPTConfig(**network))
         if config.zero_init:
             model.zero_init()
         return model
@@ -522,10 +522,8 @@ def make_model(config, checkpoint, tokenizer, ids):
     if formats := extras("formats.tokenizer"):  # two tokenizers may give the same ids
         known = formats.gives_ids_of(tokenizer, checkpoint, ids)
     if not known:
-        tokens_of = config.meta or checkpoint["path"]
-        encode = f"python data/prepare.py --input FILE --tokenizer {tokens_of} --data_dir FOLDER"
-        what = f"the {tokenizer.unit} of the text are not those of the model in {checkpoint['path']}"
-        raise ValueError(f"{what}: encode it with those ({encode})")
+        hint = f"python data/prepare.py --input FILE --tokenizer {config.meta or checkpoint['path']} --data_dir FOLDER"
+        raise ValueError(f"the {tokenizer.unit} of the text are not those of the model in {checkpoint['path']}: {hint}")
     model_args = checkpoint["model_args"] | dict(block_size=config.block_size, dropout=config.dropout)
     weights = dict(checkpoint["model"])
     positions = "transformer.wpe.weight"
@@ -647,11 +645,11 @@ def main():
     weights_of_loss = {name: p for name, p in training_loss.state_dict().items() if not name.startswith("model.")}
 
     tokens_per_step = config.gradient_accumulation_steps * config.batch_size * config.block_size
-    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    how = f"preset {config.preset}, recipe {config.recipe}, on {WORLD_SIZE} x {device} in {dtype}"
     shape = f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide, context {config.block_size}"
-    what = f"preset {config.preset}, recipe {config.recipe}, on {WORLD_SIZE} x {device} in {dtype}: {shape}"
+    size = f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters"
     steps = f"steps {step}..{config.max_iters} of {tokens_per_step:,} {tokenizer.unit} from {meta.get('source')}"
-    print(f"{'resuming' if resuming else 'training'} {what}, {millions:.2f}M parameters; {steps}", flush=True)
+    print(f"{'resuming' if resuming else 'training'} {how}: {shape}, {size}; {steps}", flush=True)
     if checkpoint and not resuming:
         print(f"starting at step 0 with the weights of {init_from}, but a new optimizer (resume continues a run)")
         best_val_loss = evaluate(model, val, eval_tokens, autocast)  # the starting weights may remain the best
@@ -664,9 +662,9 @@ def main():
         forward = DistributedDataParallel(forward)
     signals = catch_signals()
     stop = 0  # the signal that ends the run
-    size = shutil.get_terminal_size()  # a notebook's terminal has size 0, where tqdm by itself shows no bar
-    shown = dict(mininterval=1, disable=NO_BAR, ncols=size.columns, nrows=size.lines)  # a notebook keeps every update
-    bar = tqdm(total=config.max_iters, initial=step, unit="step", **shown)
+    terminal = shutil.get_terminal_size()  # a notebook's has size 0, where tqdm by itself shows no bar
+    fits = dict(ncols=terminal.columns, nrows=terminal.lines, mininterval=1)  # a notebook keeps every update
+    bar = tqdm(total=config.max_iters, initial=step, unit="step", disable=NO_BAR, **fits)
     row_began = time.perf_counter()  # when the steps of the next row of log.csv began
     began = row_began - seconds
     losses = []  # of those steps; tensors, because reading a number would wait for the device
@@ -776,8 +774,8 @@ if __name__ == "__main__":
         sys.exit(130)
     except OSError as error:  # while writing, as on a full disk
         sys.exit(f"train.py: cannot write ({error}): the last checkpoints are intact")
-    except RuntimeError as error:  # what torch raises, with different words on the CPU and on a GPU
-        if "memory" not in str(error):
+    except RuntimeError as error:
+        if "allocate" not in str(error):  # torch says so for the CPU and for a GPU
             raise
         hint = "halve --batch_size and double --gradient_accumulation_steps, or train a smaller model"
         sys.exit(f"train.py: out of memory: {hint}")
