@@ -174,7 +174,7 @@ def make_config(flags, checkpoint=None, on_gpu=False):
     Later ones win: defaults, recipe, preset, checkpoint, flags.
 
     flags       {name: value} of those given
-    checkpoint  from read_checkpoint. A model fixes the network, and a run that we resume saved all settings
+    checkpoint  from read_checkpoint: it decides the network, and if we resume, all settings without a flag
     on_gpu      whether preset "auto" means "gpu"
     """
     flags = {name: value for name, value in flags.items() if (name, value) != ("preset", "auto")}
@@ -183,7 +183,7 @@ def make_config(flags, checkpoint=None, on_gpu=False):
     if checkpoint:
         network = asdict(GPTConfig(**checkpoint["model_args"]))  # files from elsewhere have only some of the fields
         saved = {name: value for name, value in network.items() if name in FLAGS and name != "dropout"}
-    fixed = {*saved, "preset", "recipe", "loss", "mtp_weight", "optimizer"}
+    fixed = {*saved, "preset", "recipe", "loss", "mtp_weight", "optimizer"}  # what the saved weights and states fit
     if resuming:  # the folder may have a new name
         saved |= {name: value for name, value in checkpoint["config"].items() if name in FLAGS and name != "out_dir"}
     for name in sorted(flags.keys() & saved.keys() & fixed):
@@ -489,6 +489,10 @@ def set_up_device(config):
     return device, dtype
 
 
+# what a resume needs to know of a run, besides tensors
+LAST = dict(config=dict, data_sha256=dict, iter_num=int, best_val_loss=float, evals_since_best=int, seconds=float)
+
+
 def read_checkpoint(init_from, out_dir, meta=None):
     """Return the checkpoint to resume or to start from; None: from scratch. Raises OSError or ValueError."""
     if init_from == "scratch":
@@ -498,9 +502,11 @@ def read_checkpoint(init_from, out_dir, meta=None):
         checkpoint = extras("formats.checkpoint", f"--init_from {path}").load_checkpoint(path, meta)
     else:
         checkpoint = load_checkpoint(path)
-    resumable = {"config", "data_sha256", "seconds"} <= checkpoint.keys() and checkpoint.get("iter_num", -1) >= 0
-    if init_from == "resume" and not resumable:
-        raise ValueError(f"{path} is not a last.pt of this train.py: start a new run from it")
+    if init_from == "resume":
+        if not LAST.keys() <= checkpoint.keys():
+            raise ValueError(f"{path} is not a last.pt of this train.py: start a new run from it")
+        with reading(path):
+            checkpoint |= {name: checked(name, checkpoint[name], kind) for name, kind in LAST.items()}
     return checkpoint
 
 
@@ -638,7 +644,7 @@ def main():
     except (ValueError, OSError) as error:
         sys.exit(f"train.py: {error}")
 
-    # What every checkpoint holds. The tensors are those in training, so a save writes what they are by then.
+    # what every checkpoint holds; its tensors are the live ones, so each save writes their values of that moment
     content = getattr(training_loss, "saved", {}) | tokenizer.state_dict() | dict(data_sha256=meta["sha256"])
     content |= dict(model=model.state_dict(), model_args=asdict(model.config), config=vars(config))
     content["special_tokens"] = checkpoint.get("special_tokens") if checkpoint else None
@@ -704,7 +710,7 @@ def main():
             step += 1
             bar.update()
 
-            # is anything due? All processes must agree on it
+            # is anything due? All processes must agree
             stop = int(all_reduce(signals[0] if signals else 0, dist.ReduceOp.MAX))
             evaluating = step == config.max_iters or step % config.eval_interval == 0
             saving = stop or evaluating or step % config.save_interval == 0
@@ -725,7 +731,7 @@ def main():
                 last_val = f"val {val_loss:.4f}, "
             seconds = round(time.perf_counter() - began, 3)
             losses.clear()
-            if RANK:
+            if RANK:  # only rank 0 writes
                 continue
 
             # log
