@@ -180,7 +180,6 @@ MISTAKES = [  # flags, and what the line says
     ("--dtype float16", "--dtype float16 needs CUDA to train"),
     ("--n_embd 1000000", "out of memory: halve --batch_size"),
     ("--beta2 1", "Invalid beta parameter at index 1: 1.0"),
-    ("--loss extras.targets --ngram_targets 1.5", "--ngram_targets 1.5: "),
     ("--learning_rate 0 --min_lr 1e-4", "--min_lr 0.0001 is above --learning_rate 0.0"),
     ("--loss cross_entropy --mtp_weight 0.3", "--ngram_targets and --mtp_weight need --loss extras.targets"),
     ("--threads -1", "--threads -1 is not a number from 0 to "),
