@@ -64,9 +64,8 @@ except KeyboardInterrupt:
 
 
 # torchrun starts several processes. Each runs all of this file, but only rank 0 prints and writes files.
-TORCHRUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
-RANK = int(os.environ["RANK"]) if TORCHRUN else 0
-WORLD_SIZE = int(os.environ["WORLD_SIZE"]) if TORCHRUN else 1
+RANK = int(os.environ.get("RANK", 0))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 NO_BAR = True if RANK else None  # None: tqdm shows a bar on a terminal, and nothing elsewhere
 
 
@@ -155,24 +154,17 @@ FLAGS = {  # name: (default, help, choices). The type of a flag is that of its d
     "threads": (0, "CPU threads, kept by a resume; 0: PyTorch's choice"),
     "compile": (False, "torch.compile the training step"),
 }
-# the network's settings; those without a row above have the default and the comment of GPTConfig
-NETWORK = {f.name: f.default for f in fields(GPTConfig) if f.name != "vocab_size"}
-FLAGS |= {name: (NETWORK[name], "see GPTConfig in model.py") for name in NETWORK if name not in FLAGS}
-DEFAULTS = {name: default for name, (default, *_) in FLAGS.items()}
-RANGES = dict.fromkeys(("batch_size", "max_iters", "eval_interval", "save_interval", "log_interval"), (1, 2**31))
-RANGES |= dict(gradient_accumulation_steps=(1, 2**16), threads=(0, 1024), seed=(0, 2**63 - 1))
-RANGES |= dict.fromkeys(("ngram_targets", "lr_stable_frac"), (0, 1)) | dict.fromkeys(("beta1", "beta2"), (0, 0.99999))
-# what a checkpoint fixes: a model's the network, and a run's all of these settings
-FIXED = NETWORK.keys() - {"dropout"} | {"preset", "recipe", "loss", "mtp_weight", "optimizer"}
+for field in fields(GPTConfig):  # the others are flags too
+    if field.name != "vocab_size":
+        FLAGS.setdefault(field.name, (field.default, "see GPTConfig in model.py"))
+AT_LEAST_1 = "batch_size gradient_accumulation_steps max_iters eval_interval save_interval log_interval".split()
 
 
 def parse_flags():
     """Return {name: value} of the flags on the command line. make_config fills in the rest."""
     parser = Parser(__doc__)
     for name, (default, help, *choices) in FLAGS.items():
-        metavar = None if choices else name.split("_")[-1].upper()
-        options = dict(type=type(default), choices=choices or None, metavar=metavar)
-        options = SWITCH if type(default) is bool else options
+        options = SWITCH if type(default) is bool else dict(type=type(default), choices=choices or None)
         help = f"{help} (default: {RECIPES['modern'].get(name, default)})"
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=help, **options)
     return vars(parser.parse_args())
@@ -184,13 +176,20 @@ def make_config(flags, checkpoint=None, on_gpu=False):
     Later ones win: defaults, recipe, preset, checkpoint, flags.
 
     flags       {name: value} of those given
-    checkpoint  from read_checkpoint: its "config" wins over recipe and preset, and flags cannot change what is FIXED
+    checkpoint  from read_checkpoint: it decides the network, and if we resume, all settings without a flag
     on_gpu      whether preset "auto" means "gpu"
     """
     flags = {name: value for name, value in flags.items() if (name, value) != ("preset", "auto")}
-    saved = checkpoint["config"] if checkpoint else {}
-    for name in sorted(flags.keys() & saved.keys() & FIXED):
-        shrinks = name == "block_size" and flags["init_from"] != "resume" and flags[name] < saved[name]
+    resuming = flags.get("init_from") == "resume"
+    saved = {}
+    if checkpoint:
+        network = asdict(GPTConfig(**checkpoint["model_args"]))  # files from elsewhere have only some of the fields
+        saved = {name: value for name, value in network.items() if name in FLAGS and name != "dropout"}
+    fixed = {*saved, "preset", "recipe", "loss", "mtp_weight", "optimizer"}  # what the saved weights and states fit
+    if resuming:  # the folder may have a new name
+        saved |= {name: value for name, value in checkpoint["config"].items() if name in FLAGS and name != "out_dir"}
+    for name in sorted(flags.keys() & saved.keys() & fixed):
+        shrinks = name == "block_size" and not resuming and flags[name] < saved[name]
         if flags[name] != saved[name] and not shrinks:
             what = f"{checkpoint['path']} ({name} {saved[name]})"
             raise ValueError(f"--{name} {flags[name]} conflicts with {what}: leave it out")
@@ -198,24 +197,25 @@ def make_config(flags, checkpoint=None, on_gpu=False):
     preset = "gpu" if on_gpu else "cpu"
     if checkpoint and checkpoint["path"].is_dir():  # of Hugging Face; the path of a run is that of its file
         preset = "finetune"
-    named = dict(recipe="modern", preset=preset) | saved | flags
-    settings = DEFAULTS | RECIPES.get(str(named["recipe"]), {}) | PRESETS.get(str(named["preset"]), {})
-    if checkpoint:
-        settings["loss"] = "cross_entropy"  # a trained model knows more than n-grams do
-    settings |= named
-    if settings["loss"] == "cross_entropy" and (flags.get("ngram_targets") or flags.get("mtp_weight")):
-        raise ValueError("--ngram_targets and --mtp_weight need --loss extras.targets, which reads them")
-    for name, (default, _, *choices) in FLAGS.items():
-        value = checked(f"--{name}", settings[name], type(default))  # a damaged checkpoint may contain anything
-        settings[name] = value
+    given = dict(preset=preset, recipe="modern") | saved | flags
+    for name, value in given.items():  # a damaged checkpoint may contain anything
+        default, _, *choices = FLAGS[name]
+        given[name] = value = checked(f"--{name}", value, type(default))
         if choices and value not in choices:
             raise ValueError(f"--{name} cannot be {value!r}")
-        least, most = RANGES.get(name, (0, 2**31 if type(default) is int else 1e30))
-        if isinstance(value, (int, float)) and not least <= value <= most:
-            raise ValueError(f"--{name} {value} is not a number from {least} to {most}")
-    config = argparse.Namespace(**settings)
+        least = 1 if name in AT_LEAST_1 else 0
+        if isinstance(value, (int, float)) and not least <= value < 2**63:
+            raise ValueError(f"--{name} {value} is not a number from {least} to 2**63 - 1")
+
+    settings = {name: default for name, (default, *_) in FLAGS.items()}
+    settings |= RECIPES[given["recipe"]] | PRESETS[given["preset"]]
+    if checkpoint:
+        settings["loss"] = "cross_entropy"  # a trained model knows more than n-grams do
+    config = argparse.Namespace(**settings | given)
     if not checkpoint and (config.preset == "finetune" or config.eval_only or config.meta):
         raise ValueError("--preset finetune, --eval_only and --meta need a trained model: pass it as --init_from")
+    if config.loss == "cross_entropy" and (flags.get("ngram_targets") or flags.get("mtp_weight")):
+        raise ValueError("--ngram_targets and --mtp_weight need --loss extras.targets, which reads them")
     if flags.get("min_lr", 0.0) > config.learning_rate:
         raise ValueError(f"--min_lr {config.min_lr} is above --learning_rate {config.learning_rate}: lower it")
     if config.batch_size % WORLD_SIZE and not config.eval_only:
@@ -231,8 +231,6 @@ def load_dataset(data_dir, min_train=1):
 
     Raises ValueError, also if train has fewer than min_train tokens.
     """
-    flag = "--input" if data_dir.is_file() else "--data_dir"
-    hint = f"run python data/prepare.py {flag} {data_dir}, or pass a different --data_dir"
     try:
         if (data_dir / "train.bin").exists() and not (data_dir / "meta.json").exists():
             meta = extras("formats.nanogpt", "nanoGPT's data").read_data(data_dir)
@@ -242,22 +240,20 @@ def load_dataset(data_dir, min_train=1):
             tokenizer = CharTokenizer(meta["chars"])
         else:
             tokenizer = extras("formats.tokenizer", "text in other tokens").tokenizer_from_state(meta)
-        size = len(tokenizer.vocab)
         # they may be larger than memory; if prepare.py replaces one while we train, our mapping keeps the old one
-        dtype = "<u2" if size <= 2**16 else "<u4"
-        files = (data_dir / "train.bin", data_dir / "val.bin")
-        if not all(file.stat().st_size for file in files):
-            raise ValueError("train.bin or val.bin is empty")
-        train, val = (np.asarray(np.memmap(file, dtype, "r")) for file in files)
+        dtype = "<u2" if len(tokenizer.vocab) <= 2**16 else "<u4"
+        train, val = (np.asarray(np.memmap(data_dir / name, dtype, "r")) for name in ("train.bin", "val.bin"))
         vocabulary = str(meta.get("chars") or meta.get("tokenizer") or meta["vocab_size"]).encode()
         for name, content in (("train", train), ("val", val), ("vocabulary", vocabulary)):
             digest = hashlib.sha256(content).hexdigest()
             if meta["sha256"].get(name, digest) != digest:  # older folders have no hash of the vocabulary
                 raise ValueError(f"{name} has changed")
-        if max(train.max(), val.max()) >= size:
-            raise ValueError(f"the vocabulary has {size} tokens, but the largest id is {max(train.max(), val.max())}")
-    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
-        raise ValueError(f"no usable data in {data_dir} ({error}): {hint}") from None
+        largest = max(train.max(), val.max())
+        if largest >= len(tokenizer.vocab):
+            raise ValueError(f"the vocabulary has {len(tokenizer.vocab)} tokens, but the largest id is {largest}")
+    except Exception as error:  # damaged files can raise anything
+        hint = f"run python data/prepare.py --data_dir {data_dir} (--input FILE for your own text)"
+        raise ValueError(f"no usable data in {data_dir} ({error}): {hint}, or pass a different --data_dir") from None
     if len(train) < min_train or len(val) < 2:
         lengths = f"{len(train)} {tokenizer.unit} for training and {len(val)} for validation"
         raise ValueError(f"{lengths}, but we need {min_train} and 2: use longer text or a smaller --block_size")
@@ -501,33 +497,27 @@ def set_up_device(config):
     return device, dtype
 
 
-def read_checkpoint(init_from, out_dir, meta=None):
-    """Return the checkpoint to resume or to start from; None: from scratch. Raises OSError or ValueError.
+# what a resume needs to know of a run, besides tensors
+LAST = dict(config=dict, data_sha256=dict, iter_num=int, best_val_loss=float, evals_since_best=int, seconds=float)
 
-    Its "config" is what the new run inherits: for a resume all settings, otherwise those of the network.
-    """
+
+def read_checkpoint(init_from, out_dir, meta=None):
+    """Return the checkpoint to resume or to start from; None: from scratch. Raises OSError or ValueError."""
     if init_from == "scratch":
         return None
     path = out_dir / "last.pt" if init_from == "resume" else Path(init_from)
-    if init_from == "resume" and not path.exists() and (out_dir / "ckpt.pt").exists():
-        raise ValueError(f"there is no {path} to resume: --init_from {out_dir} starts a new run from its weights")
     if EXTRAS.is_dir() or meta or (path / "config.json").exists():
         checkpoint = extras("formats.checkpoint", f"--init_from {path}").load_checkpoint(path, meta)
     else:
         checkpoint = load_checkpoint(path)
-    network = asdict(GPTConfig(**checkpoint["model_args"]))  # older files, and nanoGPT's, have only some of the fields
-    network = {name: network[name] for name in FIXED & network.keys()}
-    if init_from != "resume":
-        return checkpoint | dict(config=network)
-
-    needed = {"config", "data_sha256", "iter_num", "best_val_loss", "evals_since_best", "seconds"}
-    needed |= {"loss", "optimizer", "scaler"}
-    numbers = (checkpoint.get(name, -1) for name in ("iter_num", "evals_since_best", "seconds"))
-    if not needed <= checkpoint.keys() or not all(0 <= number <= 2**31 for number in numbers):
-        raise ValueError(f"{path} is not a last.pt of this train.py: start a new run from it")
-    names = FLAGS.keys() - {"out_dir"}  # the folder may have a new name
-    saved = {name: value for name, value in checkpoint["config"].items() if name in names}
-    return checkpoint | dict(config=network | saved)
+    if init_from == "resume":
+        if not LAST.keys() <= checkpoint.keys():
+            raise ValueError(f"{path} is not a last.pt of this train.py: start a new run from it")
+        with reading(path):
+            checkpoint |= {name: checked(name, checkpoint[name], kind) for name, kind in LAST.items()}
+            if not all(0 <= checkpoint[name] <= 2**31 for name in ("iter_num", "evals_since_best", "seconds")):
+                raise ValueError("it counts steps, evaluations or seconds below 0, or too many")
+    return checkpoint
 
 
 def make_model(config, checkpoint, tokenizer, ids):
@@ -537,8 +527,9 @@ def make_model(config, checkpoint, tokenizer, ids):
     """
     torch.manual_seed(config.seed)
     if not checkpoint:
-        network = {name: getattr(config, name) for name in NETWORK} | dict(n_kv_head=config.n_kv_head or None)
-        model = GPT(GPTConfig(vocab_size=len(tokenizer.vocab), **network))
+        network = {f.name: getattr(config, f.name) for f in fields(GPTConfig) if f.name != "vocab_size"}
+        network |= dict(vocab_size=len(tokenizer.vocab), n_kv_head=config.n_kv_head or None)
+        model = GPT(GPTConfig(**network))
         if config.zero_init:
             model.zero_init()
         return model
@@ -547,10 +538,8 @@ def make_model(config, checkpoint, tokenizer, ids):
     if formats := extras("formats.tokenizer"):  # two tokenizers may give the same ids
         known = formats.gives_ids_of(tokenizer, checkpoint, ids)
     if not known:
-        tokens_of = config.meta or checkpoint["path"]
-        encode = f"python data/prepare.py --input FILE --tokenizer {tokens_of} --data_dir FOLDER"
-        what = f"the {tokenizer.unit} of the text are not those of the model in {checkpoint['path']}"
-        raise ValueError(f"{what}: encode it with those ({encode})")
+        hint = f"python data/prepare.py --input FILE --tokenizer {config.meta or checkpoint['path']} --data_dir FOLDER"
+        raise ValueError(f"the {tokenizer.unit} of the text are not those of the model in {checkpoint['path']}: {hint}")
     model_args = checkpoint["model_args"] | dict(block_size=config.block_size, dropout=config.dropout)
     weights = dict(checkpoint["model"])
     positions = "transformer.wpe.weight"
@@ -571,39 +560,34 @@ def resume(checkpoint, training_loss, optimizers, scaler):
                 bad = (x.shape not in ((), p.shape) or x.is_meta or x.layout != p.layout for x in tensors.values())
                 if tensors.keys() != keys or any(bad):
                     raise ValueError("the state of an optimizer does not fit the weights")
-        if scaler.is_enabled() and checkpoint["scaler"]:
+        if checkpoint["scaler"]:
             scaler.load_state_dict(checkpoint["scaler"])
-
-
-COLUMNS = ("step", "seconds", "train_loss", "val_loss", "lr", "tokens_per_s", "grad_norm")  # of log.csv
 
 
 def begin_folder(out_dir, newest=-1):
     """Begin log.csv, and move an earlier run out of the way. Returns a lock of out_dir to close at the end.
 
     newest  for a resume, the last step of log.csv to keep
-    Raises ValueError if another process has the lock, or if out_dir cannot be written.
+    Raises OSError, or ValueError if another process has the lock.
     """
     log = out_dir / "log.csv"
     files = [log, out_dir / "ckpt.pt", out_dir / "last.pt"]
-    try:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        lock = cli.lock_folder(out_dir) if (cli := extras("cli")) else nullcontext()
-        if newest < 0 and any(file.exists() for file in files[1:]):
-            previous = next(p for n in itertools.count(1) if not (p := out_dir / f"previous-{n}").exists())
-            previous.mkdir()
-            for file in filter(Path.exists, files):  # last.pt last: until it moves, the run can be resumed
-                file.rename(previous / file.name)
-            print(f"moved the earlier run in {out_dir} to {previous} (--init_from resume would have continued it)")
+    out_dir.mkdir(parents=True, exist_ok=True)
+    lock = cli.lock_folder(out_dir) if (cli := extras("cli")) else nullcontext()
+    if newest < 0 and any(file.exists() for file in files[1:]):
+        previous = next(p for n in itertools.count(1) if not (p := out_dir / f"previous-{n}").exists())
+        previous.mkdir()
+        for file in filter(Path.exists, files):  # last.pt last: until it moves, the run can be resumed
+            file.rename(previous / file.name)
+        print(f"moved the earlier run in {out_dir} to {previous} (--init_from resume would have continued it)")
 
-        # A killed run has rows newer than its last.pt, which we write again. A full disk can cut the last row short.
-        rows = log.read_bytes().splitlines(keepends=True)[1:] if log.exists() else []
-        steps = [row.split(b",")[0] for row in rows]
-        rows = [row for row, step in zip(rows, steps) if row.endswith(b"\n") and step.isdigit() and int(step) <= newest]
-        write_atomically(log, [",".join(COLUMNS).encode() + b"\r\n", *rows])
-    except OSError as error:
-        hint = "change --out_dir, or to resume, copy the folder"
-        raise ValueError(f"cannot write to {out_dir} ({error.strerror}): {hint}") from None
+    # A killed run has rows newer than its last.pt, which we write again. A full disk can cut the last row short.
+    kept = [b"step,seconds,train_loss,val_loss,lr,tokens_per_s,grad_norm\r\n"]
+    for row in log.read_bytes().splitlines(keepends=True) if log.exists() else []:
+        step = row.split(b",")[0]
+        if row.endswith(b"\n") and step.isdigit() and int(step) <= newest:
+            kept.append(row)
+    write_atomically(log, kept)
     return lock
 
 
@@ -616,18 +600,13 @@ def catch_signals():
 
     def receive(signum, frame):
         received.append(signum)
-        if signum == signal.SIGINT and not TORCHRUN:  # torchrun forwards a Ctrl-C that we have already received
+        if signum == signal.SIGINT and "RANK" not in os.environ:  # torchrun repeats a Ctrl-C that we have received
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) != signal.SIG_IGN:  # jobs that a shell script starts with & ignore Ctrl-C
             signal.signal(number, receive)
     return received
-
-
-def stop_signal(signals):
-    """Return the number of a signal that any process has received, or 0. All processes get the same answer."""
-    return int(all_reduce(signals[0] if signals else 0, dist.ReduceOp.MAX))
 
 
 def main():
@@ -646,7 +625,7 @@ def main():
             config.threads = flags.get("threads", 0)
         else:  # saved for a resume, because it changes how sums round
             config.threads = config.threads or torch.get_num_threads()
-        torch.set_num_threads(config.threads or torch.get_num_threads())
+        torch.set_num_threads(min(config.threads or torch.get_num_threads(), 1024))  # OpenMP crashes with too many
 
         # the text and the model
         data_dir = Path(config.data_dir or Path(__file__).resolve().parent / "data")
@@ -666,47 +645,49 @@ def main():
             print(f"val loss {loss:.4f} (perplexity {perplexity:.3f}): {init_from}, {text}")
             return 0
 
-        # the loss, the optimizers and the folder
+        # the loss and the optimizers
         training_loss = loss_class(config.loss, flags)(model, config, train).to(device)
         params = list(training_loss.parameters())
         optimizers = configure_optimizers(params, model, config, device)
         scaler = torch.amp.GradScaler(device.type, enabled=dtype == "float16")
+
+        # the progress of the run, and its folder
+        step = 0  # steps done
+        seconds = 0.0  # so far, including evaluations and saves
+        best_val_loss = math.inf
+        evals_since_best = 0
         if resuming:
             resume(checkpoint, training_loss, optimizers, scaler)
+            step, seconds = checkpoint["iter_num"], checkpoint["seconds"]
+            if (out_dir / "ckpt.pt").exists():  # otherwise the next evaluation writes it again
+                best_val_loss, evals_since_best = checkpoint["best_val_loss"], checkpoint["evals_since_best"]
         if config.recipe == "modern" and not (EXTRAS.is_dir() or checkpoint or "loss" in flags):
             print("training without auxiliary targets, which need the folder extras: the val loss will end 0.04 higher")
-        lock = begin_folder(out_dir, checkpoint["iter_num"] if resuming else -1) if RANK == 0 else nullcontext()
+        try:
+            lock = begin_folder(out_dir, step if resuming else -1) if RANK == 0 else nullcontext()
+        except OSError as error:
+            hint = "change --out_dir, or to resume, copy the folder"
+            raise ValueError(f"cannot write to {out_dir} ({error.strerror}): {hint}") from None
     except (ValueError, OSError) as error:
         sys.exit(f"train.py: {error}")
 
-    step = 0  # steps done
-    seconds = 0.0  # so far, including evaluations and saves
-    best_val_loss = math.inf
-    evals_since_best = 0
-    if resuming:
-        step, seconds = checkpoint["iter_num"], checkpoint["seconds"]
-        if (out_dir / "ckpt.pt").exists():  # otherwise the next evaluation writes it again
-            best_val_loss, evals_since_best = checkpoint["best_val_loss"], checkpoint["evals_since_best"]
-
-    def save(name, **more):
-        """Write a checkpoint: the model, its vocabulary and settings, and what else is in `more`."""
-        state = getattr(training_loss, "saved", {}) | tokenizer.state_dict() | dict(data_sha256=meta["sha256"])
-        state |= dict(model=model.state_dict(), model_args=asdict(model.config), config=vars(config))
-        state |= dict(iter_num=step, best_val_loss=best_val_loss)
-        state["special_tokens"] = checkpoint.get("special_tokens") if checkpoint else None
-        if RANK == 0:
-            save_checkpoint(out_dir / name, state | more)
+    # what every checkpoint holds; its tensors are the live ones, so each save writes their values of that moment
+    content = getattr(training_loss, "saved", {}) | tokenizer.state_dict() | dict(data_sha256=meta["sha256"])
+    content |= dict(model=model.state_dict(), model_args=asdict(model.config), config=vars(config))
+    content["special_tokens"] = checkpoint.get("special_tokens") if checkpoint else None
+    weights_of_loss = {name: p for name, p in training_loss.state_dict().items() if not name.startswith("model.")}
 
     tokens_per_step = config.gradient_accumulation_steps * config.batch_size * config.block_size
-    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    how = f"preset {config.preset}, recipe {config.recipe}, on {WORLD_SIZE} x {device} in {dtype}"
     shape = f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide, context {config.block_size}"
-    what = f"preset {config.preset}, recipe {config.recipe}, on {WORLD_SIZE} x {device} in {dtype}: {shape}"
+    size = f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters"
     steps = f"steps {step}..{config.max_iters} of {tokens_per_step:,} {tokenizer.unit} from {meta.get('source')}"
-    print(f"{'resuming' if resuming else 'training'} {what}, {millions:.2f}M parameters; {steps}", flush=True)
+    print(f"{'resuming' if resuming else 'training'} {how}: {shape}, {size}; {steps}", flush=True)
     if checkpoint and not resuming:
         print(f"starting at step 0 with the weights of {init_from}, but a new optimizer (resume continues a run)")
         best_val_loss = evaluate(model, val, eval_tokens, autocast)  # the starting weights may remain the best
-        save("ckpt.pt")
+        if RANK == 0:
+            save_checkpoint(out_dir / "ckpt.pt", content | dict(iter_num=step, best_val_loss=best_val_loss))
 
     # the loop
     forward = torch.compile(training_loss) if config.compile else training_loss
@@ -714,13 +695,13 @@ def main():
         forward = DistributedDataParallel(forward)
     signals = catch_signals()
     stop = 0  # the signal that ends the run
-    size = shutil.get_terminal_size()  # a notebook's terminal has size 0, where tqdm shows no bar
-    shown = dict(mininterval=1, disable=NO_BAR, ncols=size.columns, nrows=size.lines)  # a notebook keeps every update
-    bar = tqdm(total=config.max_iters, initial=step, unit="step", **shown)
+    terminal = shutil.get_terminal_size()  # a notebook's has size 0, where tqdm by itself shows no bar
+    fits = dict(ncols=terminal.columns, nrows=terminal.lines, mininterval=1)  # a notebook keeps every update
+    bar = tqdm(total=config.max_iters, initial=step, unit="step", disable=NO_BAR, **fits)
     row_began = time.perf_counter()  # when the steps of the next row of log.csv began
     began = row_began - seconds
     losses = []  # of those steps; tensors, because reading a number would wait for the device
-    grad_norm = None
+    last_val = ""  # the latest val loss, for the line of progress
     micro_steps = config.gradient_accumulation_steps
     decay_iters = config.lr_decay_iters or config.max_iters
     patience = config.patience or math.inf
@@ -756,12 +737,14 @@ def main():
             step += 1
             bar.update()
 
-            # evaluate
-            stop = stop_signal(signals)
+            # is anything due? All processes must agree
+            stop = int(all_reduce(signals[0] if signals else 0, dist.ReduceOp.MAX))
             evaluating = step == config.max_iters or step % config.eval_interval == 0
             saving = stop or evaluating or step % config.save_interval == 0
             if not saving and step % config.log_interval:
                 continue
+
+            # evaluate
             train_loss = all_reduce(torch.stack(losses).mean().item()) / WORLD_SIZE
             speed = len(losses) / micro_steps * tokens_per_step / (time.perf_counter() - row_began)
             val_loss = evaluate(model, val, eval_tokens, autocast) if evaluating else None
@@ -772,33 +755,32 @@ def main():
             if evaluating:
                 evals_since_best = 0 if val_loss < best_val_loss else evals_since_best + 1
                 best_val_loss = min(val_loss, best_val_loss)
+                last_val = f"val {val_loss:.4f}, "
             seconds = round(time.perf_counter() - began, 3)
+            losses.clear()
+            if RANK:  # only rank 0 writes
+                continue
 
             # log
-            norm = None if grad_norm is None else grad_norm.item()
+            norm = grad_norm.item() if config.grad_clip else None
             row = (step, seconds, train_loss, val_loss, config.learning_rate * multiplier, round(speed), norm)
-            if RANK == 0:
-                with open(out_dir / "log.csv", "a", encoding="utf-8", newline="") as file:
-                    csv.writer(file).writerow(row)
-            best = f"val {val_loss:.4f}, " if evaluating else f"best val {best_val_loss:.4f}, "
-            text = f"loss {train_loss:.4f}, {best if best_val_loss < math.inf else ''}{speed:,.0f} tokens/s"
+            with open(out_dir / "log.csv", "a", encoding="utf-8", newline="") as file:
+                csv.writer(file).writerow(row)
+            text = f"loss {train_loss:.4f}, {last_val}{speed:,.0f} tokens/s"
             bar.set_postfix_str(text)
             if bar.disable:
                 seconds_left = seconds / step * (config.max_iters - step)
                 print(f"step {step}/{config.max_iters}: {text}, {seconds_left:.0f} s left", flush=True)
 
             # save
+            content |= dict(iter_num=step, best_val_loss=best_val_loss)
             if evaluating and evals_since_best == 0:
-                save("ckpt.pt")
+                save_checkpoint(out_dir / "ckpt.pt", content)
             if saving:
-                weights = training_loss.state_dict()
-                more = dict(loss={name: weights[name] for name in weights if not name.startswith("model.")})
+                more = dict(seconds=seconds, evals_since_best=evals_since_best, loss=weights_of_loss)
                 more |= dict(optimizer=[optimizer.state_dict() for optimizer in optimizers], scaler=scaler.state_dict())
-                save("last.pt", seconds=seconds, evals_since_best=evals_since_best, **more)
-            losses.clear()
+                save_checkpoint(out_dir / "last.pt", content | more)
             row_began = time.perf_counter()
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # from now on, Ctrl-C ends the process at once
 
     # report
     again = f"python train.py --init_from resume --out_dir={shlex.quote(str(out_dir))}"
@@ -825,8 +807,11 @@ if __name__ == "__main__":
         sys.exit(130)
     except OSError as error:  # while writing, as on a full disk
         sys.exit(f"train.py: cannot write ({error}): the last checkpoints are intact")
-    except torch.OutOfMemoryError:
-        sys.exit("train.py: out of GPU memory: halve --batch_size and double --gradient_accumulation_steps")
+    except RuntimeError as error:
+        if "allocate" not in str(error):  # torch says so for the CPU and for a GPU
+            raise
+        hint = "halve --batch_size and double --gradient_accumulation_steps, or train a smaller model"
+        sys.exit(f"train.py: out of memory: {hint}")
     if WORLD_SIZE > 1:
         dist.barrier()
         dist.destroy_process_group()

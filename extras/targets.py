@@ -37,6 +37,8 @@ class TrainingLoss(nn.Module):
         C = model.config.n_embd
         V = model.config.vocab_size
         device = model.lm_head.weight.device
+        if config.ngram_targets > 1:
+            raise ValueError(f"--ngram_targets {config.ngram_targets}: it is a weight of at most 1")
         count = min(NUM_AHEAD, config.block_size - 1) if config.mtp_weight else 0
         self.mtp = nn.ModuleList(nn.Linear(C, C, bias=False) for _ in range(count))
         for layer in self.mtp:

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from helpers import SAMPLE, assert_one_line, here, load, ok
 from model import GPT, GPTConfig
-from train import DEFAULTS, FIXED, FLAGS, PRESETS, RECIPES, lr_multiplier, make_config, parse_flags
+from train import FLAGS, PRESETS, RECIPES, lr_multiplier, make_config, parse_flags
+
+DEFAULTS = {name: default for name, (default, *_) in FLAGS.items()}
 
 # -- the command line --------------------------------------------------------------------------------------------------
 
@@ -45,9 +47,9 @@ UNREADABLE = [f"--{name}={value}" for name in ("n_layer", "batch_size", "patienc
 UNREADABLE += ["--learning_rate=fast", "--compile=maybe", "--preset=huge"]
 UNREADABLE += ["--n_layers 3", "--n_lay 3", "stray", "--max_iters"]
 IMPOSSIBLE = [f"--{name}=-1" for name in ("n_layer", "batch_size", "patience", "threads")]
-IMPOSSIBLE += ["--n_layer=0", "--batch_size=0", "--max_iters=0", "--seed=99999999999999999999", "--loss=", "--beta2=1"]
+IMPOSSIBLE += ["--n_layer=0", "--batch_size=0", "--max_iters=0", "--seed=99999999999999999999", "--loss="]
 IMPOSSIBLE += [f"--{name}={value}" for name in ("learning_rate", "beta1", "mlp_ratio") for value in ("-0.1", "nan")]
-IMPOSSIBLE += "--dropout=1 --warmup_iters=-1 --mtp_weight=-1 --ngram_targets=1.5 --seed=-1 --grad_clip=nan".split()
+IMPOSSIBLE += "--dropout=1 --warmup_iters=-1 --mtp_weight=-1 --seed=-1 --grad_clip=nan".split()
 IMPOSSIBLE += "--n_kv_head=3 --activation=relu --out_dir= --data_dir=".split()
 
 
@@ -115,20 +117,20 @@ def test_a_run_has_the_network_of_its_preset_and_of_its_flags(data_dir, tmp_path
 # -- an earlier run or model -------------------------------------------------------------------------------------------
 
 
-def decided_by(args, path):
+def checkpoint_of(args, path):
     """What read_checkpoint returns for a model at `path`, as far as make_config reads it."""
-    return dict(path=path, config={name: value for name, value in asdict(args).items() if name in FIXED})
+    return dict(path=path, model_args=asdict(args))
 
 
 def test_a_folders_model_decides_the_network_and_needs_no_help_to_begin():
     args = GPTConfig(block_size=16, vocab_size=7, n_layer=1, n_head=2, n_embd=16, tie_weights=False)
-    checkpoint = decided_by(args, path=Path("out/hf"))
+    checkpoint = checkpoint_of(args, path=Path("out/hf"))
     config = make_config(dict(init_from="out/hf", dropout=0.1), checkpoint=checkpoint)
     assert (config.n_layer, config.block_size, config.tie_weights, config.dropout) == (1, 16, False, 0.1)
     assert config.loss == "cross_entropy"
     config = make_config(dict(init_from="out/hf", loss="extras.targets"), checkpoint=checkpoint)
     assert (config.loss, config.mtp_weight, config.ngram_targets) == ("extras.targets", 0.3, 1.0)
-    run = checkpoint | dict(config=checkpoint["config"] | dict(loss="cross_entropy"))
+    run = checkpoint | dict(config=dict(loss="cross_entropy"))
     with pytest.raises(ValueError, match=r"need --loss extras\.targets"):
         make_config(dict(init_from="resume", ngram_targets=0.5), checkpoint=run)
     with pytest.raises(ValueError, match=r"--n_embd 32 conflicts with out.hf \(n_embd 16\)"):
@@ -140,7 +142,7 @@ def test_a_folder_is_finetuned_with_nanogpts_settings_for_gpt2(recipe, tmp_path,
     """Those of its config/finetune_shakespeare.py, and of its train.py where that is silent, whatever the recipe."""
     monkeypatch.chdir(tmp_path)
     Path("gpt2").mkdir()
-    checkpoint = decided_by(GPTConfig(activation="gelu_tanh"), path=Path("gpt2"))
+    checkpoint = checkpoint_of(GPTConfig(activation="gelu_tanh"), path=Path("gpt2"))
     for flags in ({}, {"preset": "finetune"}):
         config = make_config(flags | dict(init_from="gpt2", recipe=recipe), on_gpu=True, checkpoint=checkpoint)
         expected = dict(batch_size=1, gradient_accumulation_steps=32, max_iters=20, eval_interval=5, block_size=1024)

@@ -188,14 +188,14 @@ MISTAKES = [  # flags, and what the line says
             "batch_size 1000000000",
         )
     ),
+    ("--beta2 1", "Invalid beta parameter at index 1: 1.0"),
     ("--learning_rate 0 --min_lr 1e-4", "--min_lr 0.0001 is above --learning_rate 0.0"),
     ("--loss cross_entropy --mtp_weight 0.3", "--ngram_targets and --mtp_weight need --loss extras.targets"),
-    ("--threads 100000", "--threads 100000 is not a number from 0 to 1024"),
+    ("--threads -1", "--threads -1 is not a number from 0 to "),
     ("--out_dir train.py", "cannot write to train.py (File exists)"),
     ("--device nonsense", "--device nonsense cannot be used here"),
     ("--init_from out/none", "no checkpoint at out/none"),
-    ("--data_dir none", "run python data/prepare.py --data_dir none, or pass a different --data_dir"),
-    ("--data_dir train.py", "run python data/prepare.py --input train.py"),
+    ("--data_dir none", "run python data/prepare.py --data_dir none (--input FILE for your own text), or pass"),
     ("--init_from resume", "no checkpoint at "),
 ]
 

@@ -24,7 +24,7 @@ TORCH_SAVE = re.compile(r"(^|/)data\.pkl$")  # an entry in the zip archive that 
 def refuse_foreign(path):
     """Raise ValueError, with one line, if we recognize what is at `path` and cannot read it as a checkpoint.
 
-    path  a file, a folder, or the ckpt.pt that a folder lacks
+    path  a file, a folder, or the ckpt.pt or last.pt that a folder lacks
     """
     if path.name in ("ckpt.pt", "last.pt") and not path.exists():
         path = path.parent
@@ -56,6 +56,8 @@ def describe_folder(folder):
         return f"a folder of models: pass one of them, such as {models[-1]}"
     if weights:
         return "a Hugging Face folder without its config.json: download all of its files"
+    if (folder / "ckpt.pt").exists():
+        return f"a folder without a last.pt to resume: --init_from {folder} starts a new run from its weights"
     if files := sorted(folder.glob("*.pt")):
         return f"a folder without a ckpt.pt: pass the file, such as {files[0]}"
     if (folder / "train.bin").exists():

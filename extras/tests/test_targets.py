@@ -28,6 +28,11 @@ def loss_with_targets(**settings):
     return config, loss, table, rows
 
 
+def test_a_weight_of_n_grams_above_1_is_refused():
+    with pytest.raises(ValueError, match="it is a weight of at most 1"):
+        loss_with_targets(ngram_targets=1.5)
+
+
 @pytest.mark.parametrize("ngrams, mtp", [(0.0, 0.0), (0.6, 0.0), (0.0, 0.4), (0.6, 0.4)])
 @pytest.mark.parametrize("left", [1.0, 0.75, 0.0])
 def test_the_loss_is_its_definition_and_the_reported_loss_the_plain_one(ngrams, mtp, left):
