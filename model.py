@@ -655,27 +655,6 @@ def find_checkpoint(path=None):
     return folder if path else PRETRAINED
 
 
-# What train.py saves. nanoGPT's checkpoints have some of these, and those after best_val_loss are only in last.pt.
-CHECKPOINT_FIELDS = {
-    "model": dict,  # the state_dict
-    "model_args": dict,  # for GPTConfig
-    "chars": str,  # the vocabulary, if tokens are characters
-    "tokenizer": str,  # or else a tokenizer.json
-    "special_tokens": dict | None,  # of a Hugging Face folder
-    "ngrams": dict | None,  # counts of the training text, for --draft
-    "config": dict,  # all settings of the run
-    "data_sha256": dict,
-    "iter_num": int,  # steps done
-    "best_val_loss": float,
-    "evals_since_best": int,
-    "seconds": float,
-    "loss": dict,  # the parameters of a TrainingLoss, without those of the model
-    "optimizer": dict | list,  # the state of one, or of several
-    "scaler": dict,
-    "mtp": dict,  # instead of "loss", from an older train.py
-}
-
-
 def in_one_line(error):
     """Return how the message of an error begins: torch adds pages of advice."""
     return " ".join(str(error).split()).partition(". ")[0][:200] or repr(error)
@@ -695,7 +674,10 @@ def reading(path):
 
 
 def load_checkpoint(path):
-    """Return a checkpoint, a dict of CHECKPOINT_FIELDS, with its "path" for messages. Runs no code.
+    """Return what train.py, or nanoGPT, has saved, a dict, with its "path" for messages. Runs no code.
+
+    It has at least "model", a state_dict, and "model_args", those of GPTConfig. "chars" is the vocabulary, if tokens are
+    characters.
 
     path  a file, or the folder of a run
     Raises OSError or ValueError.
@@ -710,14 +692,11 @@ def load_checkpoint(path):
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(checkpoint, dict) or not {"model", "model_args"} <= checkpoint.keys():
             raise ValueError("it does not have the model and model_args that train.py and nanoGPT save")
-        for name, kind in CHECKPOINT_FIELDS.items():
-            if name in checkpoint:
-                checkpoint[name] = checked(name, checkpoint[name], kind)
-        for name, p in checkpoint["model"].items():
+        for name, p in checked("model", checkpoint["model"], dict).items():
             if not isinstance(name, str) or not isinstance(p, torch.Tensor) or p.is_meta or p.layout != torch.strided:
                 raise ValueError(f"the weight {name} is not a tensor with numbers")
         vocab_size = GPTConfig(**checkpoint["model_args"]).vocab_size
-        if "chars" in checkpoint and len(CharTokenizer(checkpoint["chars"]).vocab) != vocab_size:
+        if "chars" in checkpoint and len(CharTokenizer(checked("chars", checkpoint["chars"], str)).vocab) != vocab_size:
             raise ValueError(f"it has weights for {vocab_size} tokens, but {len(checkpoint['chars'])} characters")
     return {**checkpoint, "path": path}
 

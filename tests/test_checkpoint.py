@@ -136,8 +136,6 @@ DAMAGES = [
     (entry("model", lambda old: {name: p.to(torch.int8) for name, p in old.items()}), "wte.weight is torch.int8$"),
     (entry("model", lambda old: {name: p * math.nan for name, p in old.items()}), "contains infinity or NaN$"),
     (entry("chars", lambda old: dict(enumerate(old))), "chars={.*: must be str$"),
-    (entry("iter_num", lambda old: 2.5), "iter_num=2.5: must be int$"),
-    (entry("ngrams", lambda old: [1]), "ngrams=.*: must be dict"),
     (entry("model_args", lambda old: dict(enumerate(old))), "keywords must be strings"),
     (bytes_of("ckpt.pt", saved({"model": CONTENT["model"], "model_args": ARGS})), "--meta"),
     (entry("model", lambda old: old | {"transformer.ln_f.weight": old["transformer.ln_f.weight"] * math.nan}), "NaN"),
