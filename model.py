@@ -676,8 +676,8 @@ def reading(path):
 def load_checkpoint(path):
     """Return what train.py, or nanoGPT, has saved, a dict, with its "path" for messages. Runs no code.
 
-    It has at least "model", a state_dict, and "model_args", those of GPTConfig. "chars" is the vocabulary, if tokens are
-    characters.
+    It has at least "model", a state_dict, and "model_args", the fields of GPTConfig. If tokens are characters, "chars"
+    is the vocabulary.
 
     path  a file, or the folder of a run
     Raises OSError or ValueError.

@@ -5,6 +5,8 @@ row has fewer. Its tokens are those of GPT.generate for the same seed, and model
 PyTorch is in speculate.py, the one in C in step.c, and the CUDA graph in cuda_graph.py.
 """
 
+import time
+
 import torch
 
 from extras.cli import note
@@ -15,7 +17,9 @@ from extras.decode.ngrams import ngram_table
 from extras.decode.speculate import BatchState, noise_window, prefill, speculative_step
 from model import GPT, TRAIN_MODE, Sampling, num_threads, slide
 
-WORK_PER_CALL = 2**28  # multiply-adds; so the C backend returns about every 20 milliseconds, and output streams
+# The C backend returns this often, in seconds, so that output streams. A call from Python takes as long as a few steps
+# of a small model, and more in a large one, whose weights have driven Python out of the CPU's cache.
+CALL = 0.05
 NUM_DRAFTS = 3  # draft tokens per step; with the newest token that makes 4 rows, one tile of the matrix kernel
 MOST_DRAFTS = 7  # draft tokens per step of the C backend, which makes fewer when they are unlikely
 
@@ -41,7 +45,6 @@ class Decoder:
         self.model = model
         self.num_drafts = min(MOST_DRAFTS if compile else NUM_DRAFTS, model.config.block_size - 1) if draft else 0
         self.table = ngram_table(ngrams, model.config.vocab_size) if self.num_drafts else None
-        self.num_params = sum(p.numel() for p in model.parameters())
         self.program = compile_step(model, self.num_drafts, self.table, weights) if compile else None
 
     def generate(self, prompts, max_new_tokens, *settings, **more_settings):
@@ -130,6 +133,7 @@ class Generation:
             refuse_other_sampling(sampling)
             self.run, self.cache = decoder.program(self.state)
             self.model.kv_cache = self.cache
+            self.steps = 1  # of the next call
         else:
             self.noise_of = noise_window(self.model, self.state, sampling.seed, decoder.num_drafts + 1)
             self.cache = None  # until the first step
@@ -174,14 +178,13 @@ class Generation:
             state.cached.zero_()
 
     def _step_in_c(self):
-        """Run steps in C: a single one at first, to show a token soon, then many per call."""
+        """Run steps in C: a single one at first, to show a token soon, then as many as fit into CALL seconds."""
         if self.model.training:
             raise RuntimeError(TRAIN_MODE)
         state = self.state
-        decoder = self.decoder
+        began = time.perf_counter()
         if self.stats["forwards"]:
-            work = decoder.num_params * len(state.end) * (decoder.num_drafts + 1)
-            counters = self.run(max(1, WORK_PER_CALL // work))
+            counters = self.run(self.steps)
         else:
             # the first row of each prompt reads it; the other rows wait, and then copy its keys and values
             copies = [(first, rows) for first, *rows in rows_by_prompt(state) if rows and state.end[first] > 1]
@@ -195,6 +198,8 @@ class Generation:
                 state.cached[rows] = slots
                 for keys in self.cache.key + self.cache.value:
                     keys[rows, :, :slots] = keys[first, :, :slots]
+        fit = int(self.steps * CALL / (time.perf_counter() - began))
+        self.steps = min(max(1, fit), self.model.config.block_size)
         for name, count in zip(("forwards", "offered", "accepted"), counters):
             self.stats[name] += count
 
