@@ -8,14 +8,11 @@ Shapes: B rows, T new positions, t positions so far, C = n_embd, nh = n_head, nk
 size), V = vocab_size.
 """
 
-import argparse
 import importlib
 import io
 import math
 import os
 import re
-import signal
-import sys
 import warnings
 import zipfile
 from contextlib import contextmanager, nullcontext
@@ -92,7 +89,7 @@ class KVCache:
 
     key, value   a tensor per layer, `(B, nkv, slots, hs)`, because a layer computes all its heads in one call
     length       the number of filled slots. Lower it to forget the slots beyond it
-    weights      a copy of the weights that filled it, only in a cache that GPT.forward made itself
+    weights      a copy of the weights that filled it, if GPT.forward made the cache itself
     """
 
     def __init__(self, key, value):
@@ -138,7 +135,7 @@ class KVCache:
         return key.narrow(2, 0, t), value.narrow(2, 0, t)
 
     def mask(self, pos):
-        """Return what queries at pos `(..., T)` may see, bool `(..., T, t)`. None: a single new token sees every slot.
+        """Return what queries at pos `(..., T)` may see, bool `(..., T, t)`, or None for one, which sees every slot.
 
         All masks come from here, except for attention without a cache, which uses is_causal.
         """
@@ -405,8 +402,8 @@ def generate(model, idx, max_new_tokens, sampling, kv_cache=True, cache=None):
     max_new_tokens  at most this many; unless overflow is "slide", the text ends when the context is full
     sampling        a Sampling
     kv_cache        False: recompute the whole context for every token, which gives the same tokens, more slowly
-    cache           a KVCache, to continue later with a longer idx: it holds all but the last token. Each
-                    continuation starts the noise at step 0. None: a new cache, also model.kv_cache, to look at
+    cache           a KVCache to use. Afterwards it holds all but the last token, so you may continue with a longer idx,
+                    whose noise starts at step 0 again. None: a new cache, also model.kv_cache, to look at
     Raises ValueError for a prompt that does not fit the context, RuntimeError in train mode, and FloatingPointError for
     logits that are infinite or NaN. If you change the weights between two steps, start again: the cache keeps old keys.
     """
@@ -662,7 +659,7 @@ def in_one_line(error):
 
 @contextmanager
 def reading(path):
-    """Inside, any error means that a file is damaged, and becomes a ValueError with one line that names the file."""
+    """Turn any error inside the block into a ValueError of one line, which says that the file is damaged."""
     try:
         yield
     except PermissionError:
@@ -702,7 +699,7 @@ def load_checkpoint(path):
 
 
 class SkipInit(TorchFunctionMode):
-    """Inside `with SkipInit():` layers skip their initialization, which on meta would import torch's compiler."""
+    """Skip the initialization of layers, which on the device meta would import torch's compiler."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if getattr(function, "__module__", None) != "torch.nn.init":
@@ -747,7 +744,7 @@ def load_model(path):
     return build_model(checkpoint).eval(), CharTokenizer(checkpoint["chars"])
 
 
-# -- helpers, also of train.py and sample.py ---------------------------------------------------------------------------
+# -- helpers -----------------------------------------------------------------------------------------------------------
 
 
 def require(settings, name, condition, why):
@@ -779,51 +776,6 @@ def extras(module, what=None):
     if what:
         raise ValueError(f"{what} needs the folder extras of the repository, next to model.py")
     return None
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that keeps the line breaks of its description, and reports errors in one line."""
-
-    def __init__(self, description):
-        as_it_is = argparse.RawDescriptionHelpFormatter
-        super().__init__(description=description, formatter_class=as_it_is, allow_abbrev=False)
-
-    def parse_args(self, args=None):
-        flags, unknown = self.parse_known_args(args)
-        if unknown:
-            hint = hints.hint(unknown[0], self) if (hints := extras("hints")) else ""
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-        for name, value in vars(flags).items():
-            if value == "":  # probably an unset variable of the shell
-                self.error(f"--{name} is empty")
-        return flags
-
-    def error(self, message):
-        if message.endswith("expected one argument"):
-            message += "; one that starts with - needs an =, as in --prompt=-a"
-        self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
-
-
-def boolean(text):
-    if text.lower() not in ("true", "false", "1", "0"):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither True nor False")
-    return text.lower() in ("true", "1")
-
-
-SWITCH = dict(type=boolean, nargs="?", const=True, metavar="True|False")  # a flag that may stand alone
-
-
-def begin_script():
-    """Make stdout UTF-8, on Windows too, and let it end quietly. A closed stream, as of a daemon, becomes devnull."""
-    if threads := extras("threads"):
-        threads.share_cores()  # threads that spin on a busy machine can be 40 times slower
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-    if hasattr(sys.stdout, "reconfigure"):  # a notebook's stdout lacks it
-        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # file names may not be UTF-8
-        if hasattr(signal, "SIGPIPE") and "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # when `head` has read enough
 
 
 def pick_device(name):

@@ -11,9 +11,10 @@ tokenizer. Tokenizers, prompts of different lengths and the flags from --draft o
 """
 
 import re
+import signal
 import sys
 import time
-from argparse import ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -22,10 +23,7 @@ try:  # importing torch takes a second, in which Ctrl-C may come
     import torch
 
     from model import (
-        SWITCH,
-        Parser,
         Sampling,
-        begin_script,
         extras,
         find_checkpoint,
         generate,
@@ -73,7 +71,7 @@ class Text:
         self.longest_stop = max(map(len, stops), default=0)
 
     def add(self, token):
-        """Append a token, unless a stop string has ended the text, or it is the -1 that pads a block."""
+        """Append a token, unless a stop string has ended the text, or the token is -1, which is padding."""
         if self.ended or token < 0:
             return
         self.new.append(token)
@@ -85,7 +83,7 @@ class Text:
             self.text = self.text[: found.start()]
 
     def new_piece(self, final=False):
-        """Return the text since the last call that no later token can change, and at the end the rest."""
+        """Return what no later token can change and no earlier call has returned; with final, all that is left."""
         text = self.text
         if not (final or self.ended):  # the last characters may be the first of a stop string
             text = self.stable[: max(self.prompt_length, len(self.stable) - self.longest_stop)]
@@ -137,10 +135,10 @@ def generate_texts(
 
 
 def continue_texts(model, rows, max_new_tokens, sampling, kv_cache, draft, compile):
-    """Append new tokens to rows, a list of Texts, and yield their new pieces of text.
+    """Append new tokens to rows, a list of Texts, and yield a new piece of text of each, again and again.
 
-    Yields first when the engine is ready, then after each block of tokens, and at the end what was held back. Raises
-    ValueError, also for a prompt that leaves no space in the context.
+    The first pieces are the prompts, once the engine is ready. Then come those of each block of tokens, and at the end
+    what was held back. Raises ValueError, also for a prompt that leaves no space in the context.
     """
     block_size = model.config.block_size
     longest = max(len(row.prompt) for row in rows)
@@ -248,12 +246,12 @@ def verify(model, rows, sampling, cache):
                     near_ties.add(number)
             apart.append((both[0] - both[1]).abs().max())
             idx = torch.cat((context, idx.new_tensor([[ours]])), dim=1)
-        # once the context has slid, the cache no longer holds the rows that ended earlier
+        # after a slide, the cache still holds the longest rows, but not those that ended earlier
         if cache is not None and (longest <= block_size or len(row.prompt + row.new) == longest):
             for in_run, again in zip(cache.key + cache.value, new.key + new.value):
                 apart.append((in_run[number, :, : new.length] - again[0, :, : new.length]).abs().max())
         worst = torch.stack(apart).max().item()
-        if not worst < FAR:  # NaN, too
+        if not worst < FAR:  # or if it is NaN
             note(f"verify: DIFFERENT at row {number}: logits, keys or values differ by up to {worst:.5f}")
             return 1
     same = f"{sum(len(row.new) for row in rows)} tokens are the same with and without the cache"
@@ -267,12 +265,25 @@ def verify(model, rows, sampling, cache):
 # -- the command line --------------------------------------------------------------------------------------------------
 
 
+def boolean(text):
+    return ("false", "0", "true", "1").index(text.lower()) > 1  # argparse says in one line what is neither
+
+
+BOOLEAN = dict(type=boolean, nargs="?", const=True, metavar="True|False")  # a flag that may stand alone
+
+
 def parse_args():
-    parser = Parser(__doc__)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
+
+    def error(message):
+        hint = hints.hint(message, parser) if (hints := extras("hints")) else ""
+        parser.exit(2, f"{parser.prog}: {message}{hint} (--help lists the flags)\n")
+
+    parser.error = error
     add = parser.add_argument
     # text and cache
     add("--prompt", "--start", type=read_prompt, action="append", help="text, or FILE:path; repeat for a batch")
-    add("--kv_cache", default=True, help="default: True", **SWITCH)
+    add("--kv_cache", default=True, help="default: True", **BOOLEAN)
     add("--no-kv_cache", "--no_kv_cache", action="store_false", dest="kv_cache", help="feed the whole text every time")
     add("--max_new_tokens", type=int, metavar="N", help="default: until the context is full; 1000 with slide")
     add("--stop", type=newlines, action="append", default=[], help="end before this text; repeat for several")
@@ -288,24 +299,27 @@ def parse_args():
     add("--ckpt", metavar="FILE", help="a checkpoint from elsewhere")
     add("--device", default="auto", help="cpu, cuda or mps; auto: cuda if that is faster, else cpu (default: auto)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of weights and cache")
-    add("--verify", help="feed the text again, with the cache and without, and compare", **SWITCH)
+    add("--verify", help="feed the text again, with the cache and without, and compare", **BOOLEAN)
     # with the folder extras
     add("--draft", choices=("ngram",), help="draft the next tokens from n-grams, and check them in one forward")
-    add("--compile", default=False, help="decode with the C backend, or on a GPU with a CUDA graph", **SWITCH)
+    add("--compile", default=False, help="decode with the C backend, or on a GPU with a CUDA graph", **BOOLEAN)
     add("--weights", choices=("float32", "int8"), default="float32", help="int8: faster with --compile, different text")
     add("--engine", choices=("torch", "onnx"), default="torch", help="onnx: ONNX Runtime, for a file of extras.export")
     add("--meta", metavar="FILE", help="for a nanoGPT checkpoint: its meta.pkl, or the folder of its tokenizer")
-    add("--explain", help="instead, print the tensor shapes of a prefill and two decode steps", **SWITCH)
+    add("--explain", help="instead, print the tensor shapes of a prefill and two decode steps", **BOOLEAN)
     args = parser.parse_args()
+    for name, value in vars(args).items():
+        if value == "":  # probably an unset variable of the shell
+            error(f"--{name} is empty")
     args.prompt = args.prompt or [""]
     for name, most in (("max_new_tokens", 2**31), ("num_samples", 2**12)):
         value = getattr(args, name)
         if value is not None and not 1 <= value <= most:
-            parser.error(f"--{name} {value} is not from 1 to {most}")
+            error(f"--{name} {value} is not from 1 to {most}")
     if args.ckpt and args.out_dir and not (args.engine == "onnx" and args.verify):
-        parser.error("--ckpt and --out_dir both say which model: pass one of them")
+        error("--ckpt and --out_dir both say which model: pass one of them")
     if args.verify and args.dtype != "float32":
-        parser.error(f"--verify needs --dtype float32: rounding in {args.dtype} changes tokens")
+        error(f"--verify needs --dtype float32: rounding in {args.dtype} changes tokens")
     return args
 
 
@@ -384,7 +398,12 @@ def main():
 
 
 if __name__ == "__main__":
-    begin_script()
+    if hasattr(sys.stdout, "reconfigure"):  # a notebook's stdout lacks it
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # on Windows, too
+        if hasattr(signal, "SIGPIPE"):
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when `head` has read enough
+    if cli := extras("cli"):
+        cli.begin_script()
     try:
         if code := main():  # a notebook reports even exit code 0
             sys.exit(code)

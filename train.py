@@ -43,11 +43,8 @@ try:  # importing torch takes a second, in which Ctrl-C may come
     from model import (
         EXTRAS,
         GPT,
-        SWITCH,
         CharTokenizer,
         GPTConfig,
-        Parser,
-        begin_script,
         build_model,
         checked,
         extras,
@@ -89,7 +86,7 @@ PRESETS = {
     "nanogpt-cpu": dict(block_size=64, batch_size=12, max_iters=2000),
     "lecture": dict(n_embd=64, block_size=32, mlp_ratio=4, batch_size=16, max_iters=5000),
     "gpu": dict(n_layer=6, n_head=6, n_embd=384, mlp_ratio=4, batch_size=64, max_iters=2000, dropout=0.3),
-    # nanoGPT's for GPT-2 on Shakespeare, whatever the recipe
+    # nanoGPT's settings for GPT-2 on Shakespeare, which win over those of the recipe
     "finetune": dict(batch_size=1, gradient_accumulation_steps=32, max_iters=20, eval_interval=5, log_interval=1)
     | dict(optimizer="adamw", learning_rate=3e-5, beta2=0.95, weight_decay=0.1, grad_clip=1.0)
     | dict(warmup_iters=0, lr_decay="none"),
@@ -154,20 +151,49 @@ FLAGS = {  # name: (default, help, choices). The type of a flag is that of its d
     "threads": (0, "CPU threads, kept by a resume; 0: PyTorch's choice"),
     "compile": (False, "torch.compile the training step"),
 }
-for field in fields(GPTConfig):  # the others are flags too
+for field in fields(GPTConfig):  # those without a row above are flags, too
     if field.name != "vocab_size":
         FLAGS.setdefault(field.name, (field.default, "see GPTConfig in model.py"))
 AT_LEAST_1 = "batch_size gradient_accumulation_steps max_iters eval_interval save_interval log_interval".split()
 
 
+def boolean(text):
+    return ("false", "0", "true", "1").index(text.lower()) > 1  # argparse says in one line what is neither
+
+
 def parse_flags():
     """Return {name: value} of the flags on the command line. make_config fills in the rest."""
-    parser = Parser(__doc__)
+    as_it_is = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is, allow_abbrev=False)
+
+    def error(message):
+        hint = hints.hint(message, parser) if (hints := extras("hints")) else ""
+        parser.exit(2, f"{parser.prog}: {message}{hint} (--help lists the flags)\n")
+
+    parser.error = error
     for name, (default, help, *choices) in FLAGS.items():
-        options = SWITCH if type(default) is bool else dict(type=type(default), choices=choices or None)
+        options = dict(type=type(default), choices=choices or None)
+        if type(default) is bool:  # a flag that may stand alone
+            options = dict(type=boolean, nargs="?", const=True, metavar="True|False")
         help = f"{help} (default: {RECIPES['modern'].get(name, default)})"
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=help, **options)
-    return vars(parser.parse_args())
+    flags = vars(parser.parse_args())
+    for name, value in flags.items():
+        if value == "":  # probably an unset variable of the shell
+            error(f"--{name} is empty")
+    return flags
+
+
+def checked_setting(name, value):
+    """Return the value of a setting. Raises ValueError: a damaged checkpoint may contain anything."""
+    default, _, *choices = FLAGS[name]
+    value = checked(f"--{name}", value, type(default))
+    if choices and value not in choices:
+        raise ValueError(f"--{name} cannot be {value!r}")
+    least = 1 if name in AT_LEAST_1 else 0
+    if isinstance(value, (int, float)) and not least <= value < 2**63:
+        raise ValueError(f"--{name} {value} is not a number from {least} to 2**63 - 1")
+    return value
 
 
 def make_config(flags, checkpoint=None, on_gpu=False):
@@ -185,7 +211,8 @@ def make_config(flags, checkpoint=None, on_gpu=False):
     if checkpoint:
         network = asdict(GPTConfig(**checkpoint["model_args"]))  # files from elsewhere have only some of the fields
         saved = {name: value for name, value in network.items() if name in FLAGS and name != "dropout"}
-    fixed = {*saved, "preset", "recipe", "loss", "mtp_weight", "optimizer"}  # what the saved weights and states fit
+    # what the saved weights and optimizer states depend on
+    fixed = {*saved, "preset", "recipe", "loss", "mtp_weight", "optimizer"}
     if resuming:  # the folder may have a new name
         saved |= {name: value for name, value in checkpoint["config"].items() if name in FLAGS and name != "out_dir"}
     for name in sorted(flags.keys() & saved.keys() & fixed):
@@ -198,20 +225,11 @@ def make_config(flags, checkpoint=None, on_gpu=False):
     if checkpoint and checkpoint["path"].is_dir():  # of Hugging Face; the path of a run is that of its file
         preset = "finetune"
     given = dict(preset=preset, recipe="modern") | saved | flags
-    for name, value in given.items():  # a damaged checkpoint may contain anything
-        default, _, *choices = FLAGS[name]
-        given[name] = value = checked(f"--{name}", value, type(default))
-        if choices and value not in choices:
-            raise ValueError(f"--{name} cannot be {value!r}")
-        least = 1 if name in AT_LEAST_1 else 0
-        if isinstance(value, (int, float)) and not least <= value < 2**63:
-            raise ValueError(f"--{name} {value} is not a number from {least} to 2**63 - 1")
-
-    settings = {name: default for name, (default, *_) in FLAGS.items()}
-    settings |= RECIPES[given["recipe"]] | PRESETS[given["preset"]]
+    given = {name: checked_setting(name, value) for name, value in given.items()}
     if checkpoint:
-        settings["loss"] = "cross_entropy"  # a trained model knows more than n-grams do
-    config = argparse.Namespace(**settings | given)
+        given.setdefault("loss", "cross_entropy")  # a trained model knows more than n-grams do
+    defaults = {name: default for name, (default, *_) in FLAGS.items()}
+    config = argparse.Namespace(**defaults | RECIPES[given["recipe"]] | PRESETS[given["preset"]] | given)
     if not checkpoint and (config.preset == "finetune" or config.eval_only or config.meta):
         raise ValueError("--preset finetune, --eval_only and --meta need a trained model: pass it as --init_from")
     if config.loss == "cross_entropy" and (flags.get("ngram_targets") or flags.get("mtp_weight")):
@@ -240,7 +258,7 @@ def load_dataset(data_dir, min_train=1):
             tokenizer = CharTokenizer(meta["chars"])
         else:
             tokenizer = extras("formats.tokenizer", "text in other tokens").tokenizer_from_state(meta)
-        # they may be larger than memory; if prepare.py replaces one while we train, our mapping keeps the old one
+        # the arrays may be larger than memory; if prepare.py replaces one while we train, our mapping keeps the old one
         dtype = "<u2" if len(tokenizer.vocab) <= 2**16 else "<u4"
         train, val = (np.asarray(np.memmap(data_dir / name, dtype, "r")) for name in ("train.bin", "val.bin"))
         vocabulary = str(meta.get("chars") or meta.get("tokenizer") or meta["vocab_size"]).encode()
@@ -459,7 +477,7 @@ def lr_multiplier(step, config):
     """
     if not config.learning_rate:  # 0 turns Muon off too
         return 0.0
-    floor = min(1.0, config.min_lr / config.learning_rate)  # that of a recipe may be above the peak
+    floor = min(1.0, config.min_lr / config.learning_rate)  # a recipe's min_lr may exceed the peak
     if step < config.warmup_iters:
         return (step + 1) / (config.warmup_iters + 1)
     if config.lr_decay == "none" or config.lr_stable_frac >= 1:
@@ -581,7 +599,7 @@ def begin_folder(out_dir, newest=-1):
             file.rename(previous / file.name)
         print(f"moved the earlier run in {out_dir} to {previous} (--init_from resume would have continued it)")
 
-    # A killed run has rows newer than its last.pt, which we write again. A full disk can cut the last row short.
+    # A killed run leaves rows of steps after its last.pt, which we take again. A full disk can cut the last row short.
     kept = [b"step,seconds,train_loss,val_loss,lr,tokens_per_s,grad_norm\r\n"]
     for row in log.read_bytes().splitlines(keepends=True) if log.exists() else []:
         step = row.split(b",")[0]
@@ -621,7 +639,7 @@ def main():
         config = make_config(flags, checkpoint, torch.cuda.is_available() and flags.get("device") != "cpu")
         device, dtype = set_up_device(config)
         autocast = nullcontext() if dtype == "float32" else torch.autocast(device.type, getattr(torch, dtype))
-        if WORLD_SIZE > 1:  # torchrun chooses, and a resume without it must not inherit its choice
+        if WORLD_SIZE > 1:  # torchrun chooses their number, which a resume without it must not inherit
             config.threads = flags.get("threads", 0)
         else:  # saved for a resume, because it changes how sums round
             config.threads = config.threads or torch.get_num_threads()
@@ -695,8 +713,8 @@ def main():
         forward = DistributedDataParallel(forward)
     signals = catch_signals()
     stop = 0  # the signal that ends the run
-    terminal = shutil.get_terminal_size()  # a notebook's has size 0, where tqdm by itself shows no bar
-    fits = dict(ncols=terminal.columns, nrows=terminal.lines, mininterval=1)  # a notebook keeps every update
+    terminal = shutil.get_terminal_size()  # a notebook says that its terminal has size 0, and tqdm would show no bar
+    fits = dict(ncols=terminal.columns, nrows=terminal.lines, mininterval=1)  # and it keeps every update
     bar = tqdm(total=config.max_iters, initial=step, unit="step", disable=NO_BAR, **fits)
     row_began = time.perf_counter()  # when the steps of the next row of log.csv began
     began = row_began - seconds
@@ -749,7 +767,7 @@ def main():
             speed = len(losses) / micro_steps * tokens_per_step / (time.perf_counter() - row_began)
             val_loss = evaluate(model, val, eval_tokens, autocast) if evaluating else None
             finite = math.isfinite(train_loss + (val_loss or 0.0)) and all(p.isfinite().all() for p in params)
-            if not finite:  # before broken weights replace a checkpoint
+            if not finite:  # stop before broken weights replace a checkpoint
                 hint = "lower --learning_rate or --muon_learning_rate (the checkpoints are from before that step)"
                 sys.exit(f"train.py: stopped at step {step}: the loss or a weight is not finite: {hint}")
             if evaluating:
@@ -800,7 +818,10 @@ def main():
 if __name__ == "__main__":
     if RANK:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    begin_script()
+    if hasattr(sys.stdout, "reconfigure"):  # a notebook's stdout lacks it
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # on Windows, too
+    if cli := extras("cli"):
+        cli.begin_script()
     try:
         code = main()
     except KeyboardInterrupt:  # before the run has begun

@@ -61,7 +61,7 @@ def parse_args():
 
 
 def read(name, args):
-    """Return the text of a file. Records end with a blank line, or with the end token of a model. Raises ValueError."""
+    """Return the text of a file. After each record comes a blank line, or the model's end token. Raises ValueError."""
     if Path(name).is_dir():
         raise ValueError(f"{name} is a folder: name its files, such as {Path(name, '*.txt')}")
     if Path(name).suffix.lower() not in RECORDS:
@@ -114,7 +114,7 @@ def in_order(text):
 
 
 def main():
-    # what is there already: your own text is replaced only if you say so, and the stand-in by whatever comes
+    # what is there already: only --input or --force replaces your own text, but anything replaces the stand-in
     args = parse_args()
     data_dir = Path(args.data_dir)
     files = [file for file in (data_dir / "train.bin", data_dir / "val.bin") if file.exists()]

@@ -1,10 +1,33 @@
-"""The command lines of extras: messages in one line each, without a traceback."""
+"""Command lines: messages in one line each, without a traceback, and streams that may be closed."""
 
+import argparse
 import errno
 import importlib
+import os
+import signal
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+
+from extras.hints import hint
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that keeps the line breaks of its description, and reports errors in one line."""
+
+    def __init__(self, description):
+        as_it_is = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=description, formatter_class=as_it_is, allow_abbrev=False)
+
+    def parse_args(self, args=None):
+        flags = super().parse_args(args)
+        for name, value in vars(flags).items():
+            if value == "":  # probably an unset variable of the shell
+                self.error(f"--{name} is empty")
+        return flags
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: {message}{hint(message, self)} (--help lists the flags)\n")
 
 
 def note(message):
@@ -78,11 +101,23 @@ def lock_folder(folder, name=".lock"):
 # -- main --------------------------------------------------------------------------------------------------------------
 
 
-def run_main(main):
-    """Run main(), whose output may go to a pipe that closes early. A file error is one line."""
-    from model import begin_script  # here, because data/prepare.py has no torch
+def begin_script():
+    """Let threads share the cores with other processes. A stream that is closed, as a daemon's, becomes devnull."""
+    from extras.threads import share_cores  # here, because data/prepare.py has no torch
 
+    share_cores()  # threads that spin on a busy machine can be 40 times slower
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+
+
+def run_main(main):
+    """Run the main() of a script in extras. A file error is one line."""
     begin_script()
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # on Windows, too
+        if hasattr(signal, "SIGPIPE"):
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when `head` has read enough
     try:
         main()
     except OSError as error:

@@ -21,12 +21,12 @@ import torch
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from extras.cli import fail, one_line_errors, run_main
+from extras.cli import Parser, fail, one_line_errors, run_main
 from extras.formats.checkpoint import load_model
 from extras.formats.nanogpt import read_data
 from extras.formats.tokenizer import tokenizer_from_state
 from extras.formats.unsupported import refuse_pointer
-from model import Parser, find_checkpoint, pick_device
+from model import find_checkpoint, pick_device
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # for python extras/export.py
 
-from extras.cli import fail, lock_folder, need, note, one_line_errors, run_main, writing_to
+from extras.cli import Parser, fail, lock_folder, need, note, one_line_errors, run_main, writing_to
 from extras.formats.checkpoint import load_checkpoint
 from extras.formats.hf_read import known_ids
 from extras.formats.onnx import export_onnx  # before ONNX Runtime itself, because it turns telemetry off
 from extras.formats.tokenizer import build_tokenizer
-from model import Parser, build_model, find_checkpoint
+from model import build_model, find_checkpoint
 
 ONNX = ("onnx", "onnxscript", "onnxruntime")
 PACKAGES = {"onnx": ONNX, "hf": ("transformers", "tokenizers", "safetensors"), "web": ONNX}

@@ -21,8 +21,14 @@ ELSEWHERE = {
 }
 
 
-def hint(word, parser):
-    """Return what a word that the parser does not know may mean, as the end of its message: ": type --ckpt FILE"."""
+def hint(message, parser):
+    """Return what may help with an error of argparse, as the end of its message: ": type --ckpt FILE"."""
+    if message.endswith("expected one argument"):
+        return "; one that starts with - needs an =, as in --prompt=-a"
+    _, found, words = message.partition("unrecognized arguments: ")
+    if not found:
+        return ""
+    word = words if os.path.exists(words) else words.split(" ")[0]
     name = "--" + word.partition("=")[0].lstrip("-").replace("-", "_")
     if said := ELSEWHERE.get((parser.prog, name)):
         return f": {said}"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # for python extras/plot.py
 
-from extras.cli import need, one_line_errors, run_main, writing_to
-from model import Parser, write_atomically
+from extras.cli import Parser, need, one_line_errors, run_main, writing_to
+from model import write_atomically
 
 # the colors of the web page: without a cache, and with one
 THEMES = {

@@ -253,7 +253,7 @@ def test_generate_texts_refuses_what_it_cannot_generate():
         (["--dtype", "int8"], ["--dtype", "int8"]),
         (["--verify", "--dtype", "bfloat16"], ["bfloat16"]),
         (["--promt", "x"], ["--promt"]),
-        (["--prompt", "-Hello"], ["argument --prompt/--start: expected one argument", "--prompt=-a"]),
+        (["--prompt", "-Hello"], ["argument --prompt/--start: expected one argument"]),
         (["--ckpt", "a.pt", "--out_dir", "b"], ["--ckpt and --out_dir both say which model"]),
         (["hello"], ["unrecognized arguments: hello"]),
         (["--ckpt="], ["--ckpt is empty"]),

@@ -30,7 +30,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[2]))  # for python extra
 
 from extras.bench.baselines import OpenVinoGPT, ctranslate2_run, llama2c_run, transformers_run
 from extras.bench.parts import parts
-from extras.cli import fail, first_line, need, note, one_line_errors, run_main
+from extras.cli import Parser, fail, first_line, need, note, one_line_errors, run_main
 from extras.decode.cuda_graph import GraphedGPT
 from extras.decode.engine import NUM_DRAFTS, Decoder
 from extras.decode.quantize import round_weights
@@ -42,7 +42,6 @@ from model import (
     GPT,
     CharTokenizer,
     GPTConfig,
-    Parser,
     Sampling,
     build_model,
     generate,

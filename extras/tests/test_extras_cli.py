@@ -11,9 +11,9 @@ import sys
 
 import pytest
 
-from extras.cli import need
+from extras.cli import Parser, need
 from helpers import ROOT, assert_help, assert_one_line, here, run, unix
-from model import PRETRAINED, Parser
+from model import PRETRAINED
 
 # -- arguments --------------------------------------------------------------------------------------------------------
 
@@ -139,6 +139,7 @@ HINTS = [
     ("sample.py --data_dir data", "the checkpoint has the vocabulary"),
     ("sample.py --ckpt {other}", "pass the file, such as {other}/mine.pt"),
     ("sample.py --ckpt https://example.com/ckpt.pt", "is a web address: download the file or folder first"),
+    ("sample.py --prompt -Hello", "one that starts with - needs an =, as in --prompt=-a"),
     ("sample.py {text}", "type --prompt FILE:{text}"),
     ("train.py --init_from=gpt2-xl", "hf download openai-community/gpt2-xl --local-dir gpt2-xl"),
     ("train.py {file}", "type --init_from {file}"),
