@@ -110,7 +110,7 @@ class KVCache:
     def next_positions(self, idx, pos=None):
         """Return the positions `(T,)` of new tokens idx `(B, T)`, which follow the filled slots.
 
-        pos  if given, must equal them
+        pos  if given, must be exactly these positions
         Raises ValueError if it does not, or if there are no slots left.
         """
         T = idx.size(1)
@@ -135,7 +135,7 @@ class KVCache:
         return key.narrow(2, 0, t), value.narrow(2, 0, t)
 
     def mask(self, pos):
-        """Return what queries at pos `(..., T)` may see, bool `(..., T, t)`, or None for one, which sees every slot.
+        """Return what queries at pos `(..., T)` may see, bool `(..., T, t)`. None: a single query sees every slot.
 
         All masks come from here, except for attention without a cache, which uses is_causal.
         """
@@ -268,7 +268,7 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.kv_cache = None  # the newest KVCache of new_cache, for inspection
+        self.kv_cache = None  # the newest KVCache of new_cache: to look at, and for calls that pass pos alone
         self.source = None  # path and step of the checkpoint, for messages
         self.ngrams = None  # counts of the training text, which some checkpoints have, for sample.py --draft
         self.transformer = nn.ModuleDict({"wte": nn.Embedding(config.vocab_size, config.n_embd)})
@@ -322,8 +322,8 @@ class GPT(nn.Module):
         idx      (B, T) int64 token ids
         targets  (B, T) int64 next tokens; -1 is ignored
         pos      (T,) int64, the positions of idx, which continue where the cache ends; None: the next ones
-        cache    the KVCache to continue. With pos and without a cache, a call from position 0 makes one, and later
-                 calls continue it. With neither, there is no cache
+        cache    the KVCache to continue. None: there is none, unless you pass pos. Then a call from position 0 makes
+                 one, and later calls continue it
         last     return the logits of the last position only, `(B, V)`, which is all that generation needs
         A call with a cache has no gradient. Raises ValueError if pos is not next in the cache, or if the weights have
         changed since the model filled its own, and RuntimeError in train mode.
@@ -341,7 +341,7 @@ class GPT(nn.Module):
         return logits, loss
 
     def _implicit_cache(self, idx, pos):
-        """Return the cache of calls that pass pos but no cache. Changed weights must never meet old keys."""
+        """Return the cache of calls that pass pos alone. Old keys must never be used with new weights."""
         if torch.as_tensor(pos).flatten()[:1].tolist() == [0]:
             cache = self.new_cache(len(idx))
             cache.weights = [p.detach().clone() for p in self.parameters()]
@@ -353,7 +353,7 @@ class GPT(nn.Module):
         cache = self.kv_cache
         if cache and cache.weights and all(map(same, cache.weights, self.parameters())):
             return cache
-        why = "there is no cache of earlier calls any more, or the weights have changed since"
+        why = "no earlier call has left a cache, or the weights have changed since"
         raise ValueError(f"pos is {pos}, but {why}: start at position 0")
 
     def hidden_states(self, idx, pos=None, cache=None):
@@ -403,7 +403,7 @@ def generate(model, idx, max_new_tokens, sampling, kv_cache=True, cache=None):
     sampling        a Sampling
     kv_cache        False: recompute the whole context for every token, which gives the same tokens, more slowly
     cache           a KVCache to use. Afterwards it holds all but the last token, so you may continue with a longer idx,
-                    whose noise starts at step 0 again. None: a new cache, also model.kv_cache, to look at
+                    whose noise starts at step 0 again. None: a new cache, which model.kv_cache shows
     Raises ValueError for a prompt that does not fit the context, RuntimeError in train mode, and FloatingPointError for
     logits that are infinite or NaN. If you change the weights between two steps, start again: the cache keeps old keys.
     """
@@ -417,7 +417,7 @@ def generate(model, idx, max_new_tokens, sampling, kv_cache=True, cache=None):
         context = slide(idx, block_size)
         if kv_cache and cache is None:
             cache = model.new_cache(len(idx), context.size(1) + num_new)
-        if cache is not None and context is not idx:  # it has slid
+        if cache is not None and context is not idx:  # the context has slid
             cache.length = 0
         # feed what the cache lacks: at first the whole context (prefill), then the newest token (decode)
         fed = context if cache is None else context[:, cache.length :]
@@ -439,7 +439,7 @@ def slide(idx, block_size):
 
 
 def num_threads(model, fed):
-    """Return how many threads to use for a step that feeds `fed` tokens: a small step gains nothing from a second."""
+    """Return how many threads to use for a step that feeds `fed` tokens: a small step needs only one."""
     multiply_adds = fed * sum(p.numel() for p in model.parameters())
     return 1 if multiply_adds < 2**22 else torch.get_num_threads()
 
@@ -539,8 +539,8 @@ NEAR_TIE = 1e-4
 def near_tie(logits, noise, token, sampling):
     """Return whether rounding alone can explain that a token, an id, was picked from logits `(V,)`.
 
-    It must win once the difference between its logit and that of our own pick shifts by NEAR_TIE in its favour. We move
-    it together with all logits on its side of the pick, because that also moves the edge of top_p between them.
+    It must win once we move its logit and that of our own pick by NEAR_TIE / 2 each, towards each other and beyond. The
+    logits on either side move along, so that the edge of top_p between the two moves as well.
     """
     logits = logits.float()
     pick = sample_token(logits, noise, sampling)
@@ -711,18 +711,18 @@ def build_model(checkpoint):
     path = checkpoint["path"]
     with reading(path):
         config = GPTConfig(**checkpoint["model_args"])
+        weights = {}
         for name, p in checkpoint["model"].items():
             if not p.is_floating_point():  # integers without the scales that they need
                 raise ValueError(f"{name} is {p.dtype}")
-        weights = {name: p.float() for name, p in checkpoint["model"].items()}
+            weights[name] = p.float()
+            if not weights[name].isfinite().all():
+                raise ValueError(f"{name} contains infinity or NaN")
         if config.n_layer > len(weights):  # before we build a billion layers
             raise ValueError(f"n_layer is {config.n_layer}, but it has {len(weights)} weights")
         with torch.device("meta"), SkipInit():  # no memory and no random numbers, because the file has the weights
             model = GPT(config)
         model.load_state_dict(weights, assign=True)
-        for name, p in model.named_parameters():
-            if not p.isfinite().all():
-                raise ValueError(f"{name} contains infinity or NaN")
         if config.tie_weights:
             if not torch.equal(model.transformer["wte"].weight, model.lm_head.weight):
                 raise ValueError("wte and lm_head differ, although tie_weights makes them one matrix")

@@ -41,7 +41,7 @@ except KeyboardInterrupt:
 
 SEPARATOR = "\n---------------\n"  # between samples
 FAR = 1e-2  # two logits, keys or values that differ by this much differ by more than rounding
-GPU_STEP = 2**23  # multiply-adds; about where an H100, which waits for Python, overtakes two CPU cores
+GPU_STEP = 2**23  # multiply-adds; with more, an H100, which waits for Python, is faster than two CPU cores
 
 # -- generation -------------------------------------------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ def report(args, model, rows, times):
 def verify(model, rows, sampling, cache):
     """Feed the Texts of a run again, without a cache and with a new one: does the model pick the same tokens?
 
-    The cache of the run, unless it is None, must hold what the new one holds. Prints notes, and returns the exit code.
+    If the run had a cache, the new one must hold the same. Prints notes, and returns the exit code.
     """
     block_size = model.config.block_size
     longest = max(len(row.prompt + row.new) for row in rows)
@@ -226,7 +226,7 @@ def verify(model, rows, sampling, cache):
         noises = alone.noise(1, len(row.new), model.config.vocab_size, model.device)
         for step, (ours, noise) in enumerate(zip(row.new, noises)):
             context = slide(idx, block_size)
-            if context is not idx:  # it has slid
+            if context is not idx:  # the context has slid
                 new.length = 0
             both = []
             for way, fed, kv_cache in (("without", context, None), ("with", context[:, new.length :], new)):
@@ -266,7 +266,7 @@ def verify(model, rows, sampling, cache):
 
 
 def boolean(text):
-    return ("false", "0", "true", "1").index(text.lower()) > 1  # argparse says in one line what is neither
+    return ("false", "0", "true", "1").index(text.lower()) > 1  # argparse turns the ValueError into one line
 
 
 BOOLEAN = dict(type=boolean, nargs="?", const=True, metavar="True|False")  # a flag that may stand alone
@@ -323,7 +323,7 @@ def parse_args():
     return args
 
 
-def newlines(text):  # as when reading a file
+def newlines(text):  # as read_text does
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 

@@ -78,8 +78,8 @@ def all_reduce(value, op=dist.ReduceOp.SUM):
 # -- settings ----------------------------------------------------------------------------------------------------------
 
 # A preset changes size and length, a recipe the network, the loss and the optimizer. If both change a setting, the
-# preset wins, and the command line wins over everything. No recipe should win by being bigger, so the modern one, which
-# has no table of positions, has a wider MLP.
+# preset wins, and the command line wins over everything. The modern recipe has no table of positions, so its MLP is
+# wider, and both recipes have as many parameters.
 PRESETS = {
     "cpu": {},
     "laptop": dict(max_iters=7000),
@@ -158,13 +158,13 @@ AT_LEAST_1 = "batch_size gradient_accumulation_steps max_iters eval_interval sav
 
 
 def boolean(text):
-    return ("false", "0", "true", "1").index(text.lower()) > 1  # argparse says in one line what is neither
+    return ("false", "0", "true", "1").index(text.lower()) > 1  # argparse turns the ValueError into one line
 
 
 def parse_flags():
     """Return {name: value} of the flags on the command line. make_config fills in the rest."""
-    as_it_is = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is, allow_abbrev=False)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
 
     def error(message):
         hint = hints.hint(message, parser) if (hints := extras("hints")) else ""
@@ -211,8 +211,7 @@ def make_config(flags, checkpoint=None, on_gpu=False):
     if checkpoint:
         network = asdict(GPTConfig(**checkpoint["model_args"]))  # files from elsewhere have only some of the fields
         saved = {name: value for name, value in network.items() if name in FLAGS and name != "dropout"}
-    # what the saved weights and optimizer states depend on
-    fixed = {*saved, "preset", "recipe", "loss", "mtp_weight", "optimizer"}
+    fixed = {*saved, "preset", "recipe", "loss", "mtp_weight", "optimizer"}  # what the saved tensors depend on
     if resuming:  # the folder may have a new name
         saved |= {name: value for name, value in checkpoint["config"].items() if name in FLAGS and name != "out_dir"}
     for name in sorted(flags.keys() & saved.keys() & fixed):
@@ -313,7 +312,7 @@ def get_batch(ids, config, number, device, rank=RANK, world_size=WORLD_SIZE):
 
 
 class TrainingLoss(nn.Module):
-    """What a step minimizes: cross-entropy. A module that --loss names has a class like this one.
+    """What a step minimizes: cross-entropy. --loss can name a module with a TrainingLoss of its own.
 
     It may have weights of its own, and an attribute `saved`, a dict to add to every checkpoint.
     """
@@ -595,11 +594,11 @@ def begin_folder(out_dir, newest=-1):
     if newest < 0 and any(file.exists() for file in files[1:]):
         previous = next(p for n in itertools.count(1) if not (p := out_dir / f"previous-{n}").exists())
         previous.mkdir()
-        for file in filter(Path.exists, files):  # last.pt last: until it moves, the run can be resumed
+        for file in filter(Path.exists, files):  # last.pt is the last one: until it moves, the run can be resumed
             file.rename(previous / file.name)
         print(f"moved the earlier run in {out_dir} to {previous} (--init_from resume would have continued it)")
 
-    # A killed run leaves rows of steps after its last.pt, which we take again. A full disk can cut the last row short.
+    # The log of a killed run may go beyond its last.pt; we repeat those steps. A full disk can cut the last row short.
     kept = [b"step,seconds,train_loss,val_loss,lr,tokens_per_s,grad_norm\r\n"]
     for row in log.read_bytes().splitlines(keepends=True) if log.exists() else []:
         step = row.split(b",")[0]
@@ -639,7 +638,7 @@ def main():
         config = make_config(flags, checkpoint, torch.cuda.is_available() and flags.get("device") != "cpu")
         device, dtype = set_up_device(config)
         autocast = nullcontext() if dtype == "float32" else torch.autocast(device.type, getattr(torch, dtype))
-        if WORLD_SIZE > 1:  # torchrun chooses their number, which a resume without it must not inherit
+        if WORLD_SIZE > 1:  # torchrun chooses, and a resume without it must not inherit that
             config.threads = flags.get("threads", 0)
         else:  # saved for a resume, because it changes how sums round
             config.threads = config.threads or torch.get_num_threads()
@@ -689,7 +688,7 @@ def main():
     except (ValueError, OSError) as error:
         sys.exit(f"train.py: {error}")
 
-    # what every checkpoint holds; its tensors are the live ones, so each save writes their values of that moment
+    # what every checkpoint holds. The tensors are live, so each save writes their current values
     content = getattr(training_loss, "saved", {}) | tokenizer.state_dict() | dict(data_sha256=meta["sha256"])
     content |= dict(model=model.state_dict(), model_args=asdict(model.config), config=vars(config))
     content["special_tokens"] = checkpoint.get("special_tokens") if checkpoint else None
@@ -713,7 +712,7 @@ def main():
         forward = DistributedDataParallel(forward)
     signals = catch_signals()
     stop = 0  # the signal that ends the run
-    terminal = shutil.get_terminal_size()  # a notebook says that its terminal has size 0, and tqdm would show no bar
+    terminal = shutil.get_terminal_size()  # in a notebook it has size 0, and tqdm would show no bar
     fits = dict(ncols=terminal.columns, nrows=terminal.lines, mininterval=1)  # and it keeps every update
     bar = tqdm(total=config.max_iters, initial=step, unit="step", disable=NO_BAR, **fits)
     row_began = time.perf_counter()  # when the steps of the next row of log.csv began

@@ -174,10 +174,10 @@ def timed(run, idx, steps, seed):
         return time.perf_counter()
 
     def record(block):
-        if len(blocks) % 16 == 0 and memory_share() > MOST_MEMORY:  # before the machine swaps; looking takes time, too
-            raise MemoryError(f"it takes more than {MOST_MEMORY:.0%} of the memory")
         times.append(now() - start)
         blocks.append(block)
+        if len(blocks) % 16 == 1 and memory_share() > MOST_MEMORY:  # before the machine swaps; looking takes time, too
+            raise MemoryError(f"it takes more than {MOST_MEMORY:.0%} of the memory")
 
     start = now()
     run(idx, steps, seed, record)

@@ -24,8 +24,7 @@ def parts(model, idx, repeats):
     """Return the rows of a table, the title first, for continuing idx `(B, T)` until the context is full.
 
     Each row has a kind of work, microseconds per step, their share, and GFLOP/s or GB/s of all threads together. The
-    last two are what torch takes for the products, and what reading the weights takes, between the same runs.
-    Raises CompileError.
+    last two are what torch takes for the products and what reading takes, between the runs. Raises CompileError.
     """
     B, T = idx.shape
     config = model.config

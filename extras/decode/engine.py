@@ -17,8 +17,8 @@ from extras.decode.ngrams import ngram_table
 from extras.decode.speculate import BatchState, noise_window, prefill, speculative_step
 from model import GPT, TRAIN_MODE, Sampling, num_threads, slide
 
-# The C backend returns this often, in seconds, so that output streams. A call from Python takes as long as a few steps
-# of a small model, and more in a large one, whose weights have driven Python out of the CPU's cache.
+# Seconds after which the C backend returns, so that output streams. More often would cost time: the weights of a large
+# model have driven Python out of the CPU's cache.
 CALL = 0.05
 NUM_DRAFTS = 3  # draft tokens per step; with the newest token that makes 4 rows, one tile of the matrix kernel
 MOST_DRAFTS = 7  # draft tokens per step of the C backend, which makes fewer when they are unlikely

@@ -82,7 +82,6 @@ def test_what_is_written_is_the_decoding_of_all_tokens(name, data):
 
 
 def test_a_stop_string_spelled_in_bytes_ends_the_text_at_its_last_byte():
-    """Before that, its bytes stand for more characters than it has."""
     tokenizer = TOKENIZERS["Llama"]
     row = Text(tokenizer.encode("a"), tokenizer, ["中"])
     for byte in "中".encode():
