@@ -13,7 +13,6 @@ a CPU the same command gives bit-identical weights, interrupted or not. The defa
 recipe modern; PRESETS and RECIPES have the rest.
 """
 
-import argparse
 import csv
 import hashlib
 import importlib
@@ -26,6 +25,7 @@ import shutil
 import signal
 import sys
 import time
+from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from contextlib import nullcontext
 from dataclasses import asdict, fields
 from functools import lru_cache
@@ -163,8 +163,7 @@ def boolean(text):
 
 def parse_flags():
     """Return {name: value} of the flags on the command line. make_config fills in the rest."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
 
     def error(message):
         hint = hints.hint(message, parser) if (hints := extras("hints")) else ""
@@ -176,7 +175,7 @@ def parse_flags():
         if type(default) is bool:  # a flag that may stand alone
             options = dict(type=boolean, nargs="?", const=True, metavar="True|False")
         help = f"{help} (default: {RECIPES['modern'].get(name, default)})"
-        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=help, **options)
+        parser.add_argument(f"--{name}", default=SUPPRESS, help=help, **options)
     flags = vars(parser.parse_args())
     for name, value in flags.items():
         if value == "":  # probably an unset variable of the shell
@@ -228,7 +227,7 @@ def make_config(flags, checkpoint=None, on_gpu=False):
     if checkpoint:
         given.setdefault("loss", "cross_entropy")  # a trained model knows more than n-grams do
     defaults = {name: default for name, (default, *_) in FLAGS.items()}
-    config = argparse.Namespace(**defaults | RECIPES[given["recipe"]] | PRESETS[given["preset"]] | given)
+    config = Namespace(**defaults | RECIPES[given["recipe"]] | PRESETS[given["preset"]] | given)
     if not checkpoint and (config.preset == "finetune" or config.eval_only or config.meta):
         raise ValueError("--preset finetune, --eval_only and --meta need a trained model: pass it as --init_from")
     if config.loss == "cross_entropy" and (flags.get("ngram_targets") or flags.get("mtp_weight")):

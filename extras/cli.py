@@ -16,8 +16,8 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser that keeps the line breaks of its description, and reports errors in one line."""
 
     def __init__(self, description):
-        as_it_is = argparse.RawDescriptionHelpFormatter
-        super().__init__(description=description, formatter_class=as_it_is, allow_abbrev=False)
+        raw = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=description, formatter_class=raw, allow_abbrev=False)
 
     def parse_args(self, args=None):
         flags = super().parse_args(args)

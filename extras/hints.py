@@ -28,7 +28,9 @@ def hint(message, parser):
     _, found, words = message.partition("unrecognized arguments: ")
     if not found:
         return ""
-    word = words if os.path.exists(words) else words.split(" ")[0]
+    words = words.split(" ")  # of which several may be one file name
+    names = (" ".join(words[:n]) for n in range(len(words), 0, -1))
+    word = next(filter(os.path.exists, names), words[0])
     name = "--" + word.partition("=")[0].lstrip("-").replace("-", "_")
     if said := ELSEWHERE.get((parser.prog, name)):
         return f": {said}"

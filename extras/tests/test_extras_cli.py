@@ -23,7 +23,6 @@ from model import PRETRAINED
     [
         (["--file", ""], "--file is empty"),
         (["--n", "x"], "argument --n: invalid int value: 'x'"),
-        (["--fil", "a"], "unrecognized arguments: --fil a: did you mean --file?"),
     ],
 )
 def test_a_mistake_in_a_flag_is_one_line(flags, words, capsys):
