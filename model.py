@@ -111,7 +111,7 @@ class KVCache:
         """Return the positions `(T,)` of new tokens idx `(B, T)`, which follow the filled slots.
 
         pos  if given, must be exactly these positions
-        Raises ValueError if it does not, or if there are no slots left.
+        Raises ValueError if it is not, or if there are no slots left.
         """
         T = idx.size(1)
         start = self.length
@@ -539,8 +539,8 @@ NEAR_TIE = 1e-4
 def near_tie(logits, noise, token, sampling):
     """Return whether rounding alone can explain that a token, an id, was picked from logits `(V,)`.
 
-    It must win once we move its logit and that of our own pick by NEAR_TIE / 2 each, towards each other and beyond. The
-    logits on either side move along, so that the edge of top_p between the two moves as well.
+    It must win once we raise its logit and lower that of our own pick, by NEAR_TIE / 2 each. All logits on either side
+    move along, so that the edge of top_p between the two moves as well.
     """
     logits = logits.float()
     pick = sample_token(logits, noise, sampling)

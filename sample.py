@@ -23,6 +23,7 @@ try:  # importing torch takes a second, in which Ctrl-C may come
     import torch
 
     from model import (
+        EXTRAS,
         Sampling,
         extras,
         find_checkpoint,
@@ -342,13 +343,14 @@ def open_model(args):
     if args.engine == "onnx":
         return extras("formats.onnx", "--engine onnx").open_onnx(args)
     path = find_checkpoint(args.ckpt or args.out_dir)
-    what = "--meta"
-    if not args.meta:
-        try:
-            return load_model(path)
-        except (OSError, ValueError) as error:
-            what = f"{error}; any other format"
-    return extras("formats.checkpoint", what).load_model(path, args.meta)  # it also explains errors better
+    if args.meta or (path / "config.json").exists():  # a Hugging Face folder
+        return extras("formats.checkpoint", path).load_model(path, args.meta)
+    try:
+        return load_model(path)
+    except (OSError, ValueError):
+        if not EXTRAS.is_dir():
+            raise
+    return extras("formats.checkpoint").load_model(path)  # it reads more formats, and explains errors better
 
 
 def put_on_device(model, args):
@@ -388,7 +390,7 @@ def main():
             times.append(time.perf_counter() - began)
     except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"sample.py: {error}")
-    sys.stdout.write("".join(SEPARATOR + row.text for row in rows[1:]) + "\n" * sys.stdout.isatty())
+    sys.stdout.write("".join(SEPARATOR + row.text for row in rows[1:]) + ("\n" if sys.stdout.isatty() else ""))
     sys.stdout.flush()
     report(args, model, rows, times)
     if args.verify:

@@ -61,8 +61,9 @@ except KeyboardInterrupt:
 
 
 # torchrun starts several processes. Each runs all of this file, but only rank 0 prints and writes files.
-RANK = int(os.environ.get("RANK", 0))
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+TORCHRUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
+RANK = int(os.environ["RANK"]) if TORCHRUN else 0
+WORLD_SIZE = int(os.environ["WORLD_SIZE"]) if TORCHRUN else 1
 NO_BAR = True if RANK else None  # None: tqdm shows a bar on a terminal, and nothing elsewhere
 
 
@@ -79,7 +80,7 @@ def all_reduce(value, op=dist.ReduceOp.SUM):
 
 # A preset changes size and length, a recipe the network, the loss and the optimizer. If both change a setting, the
 # preset wins, and the command line wins over everything. The modern recipe has no table of positions, so its MLP is
-# wider, and both recipes have as many parameters.
+# wider: neither recipe should win by being bigger.
 PRESETS = {
     "cpu": {},
     "laptop": dict(max_iters=7000),
@@ -616,7 +617,7 @@ def catch_signals():
 
     def receive(signum, frame):
         received.append(signum)
-        if signum == signal.SIGINT and "RANK" not in os.environ:  # torchrun repeats a Ctrl-C that we have received
+        if signum == signal.SIGINT and not TORCHRUN:  # torchrun forwards a Ctrl-C that we have already received
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     for number in (signal.SIGINT, signal.SIGTERM):

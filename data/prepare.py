@@ -114,7 +114,7 @@ def in_order(text):
 
 
 def main():
-    # what is there already: only --input or --force replaces your own text, but anything replaces the stand-in
+    # what is there already: only --input or --force replaces your own text. Nothing counts as the stand-in
     args = parse_args()
     data_dir = Path(args.data_dir)
     files = [file for file in (data_dir / "train.bin", data_dir / "val.bin") if file.exists()]
@@ -127,6 +127,8 @@ def main():
             raise ValueError(f"{data_dir} holds your own text, from {old['source']}: {hint}")
         hashes = {file.stem: sha256(file.read_bytes()) for file in files}
         hashes["vocabulary"] = sha256(str(old.get("chars")).encode())
+        if isinstance(old.get("sha256"), dict):  # that of an older folder has no hash of the vocabulary
+            old["sha256"].setdefault("vocabulary", hashes["vocabulary"])
         if (old["source"], old.get("sha256")) == (CORPUS_URL, hashes) and not args.tokenizer and not args.val:
             print(f"{data_dir} already holds all of {CORPUS_URL}: nothing to do (--force does it again)")
             return

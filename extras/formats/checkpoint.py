@@ -18,9 +18,6 @@ NUMPY_SCALARS += [type(np.dtype(name)) for name in ("float64", "float32", "int64
 # a weight of a GPT, after whatever wraps the model
 OURS = re.compile(r"(?:^|\.)(transformer\.(?:wte|wpe|h|ln_f)\..+|lm_head\..+)$")
 
-# what train.py saves of a model that came with a tokenizer, a tokenizer.json and the special tokens of its folder
-KINDS = {"tokenizer": str | None, "special_tokens": dict | None}
-
 
 def load_model(path, meta=None):
     """Return (model, tokenizer): the GPT on the CPU in eval mode, and its tokenizer. Without one, text is ids.
@@ -54,8 +51,7 @@ def load_checkpoint(path, meta=None):
     with torch.serialization.safe_globals(NUMPY_SCALARS):
         checkpoint = in_our_names(model.load_checkpoint(path))
     with model.reading(path):
-        for name, kind in KINDS.items():
-            model.checked(name, checkpoint.get(name), kind)
+        model.checked("special_tokens", checkpoint.get("special_tokens"), dict | None)  # those of a Hugging Face folder
         if {"config", "evals_since_best"} <= checkpoint.keys():
             checkpoint = read_older(checkpoint)
     if meta and any(name in checkpoint for name in ("chars", "tokenizer")):

@@ -152,6 +152,10 @@ def one_in_both(shards, index):
         shard[name] = shards[file][name] + 1
 
 
+def strange_special_tokens(files):
+    torch.save(load(files / "ckpt.pt") | {"special_tokens": [1]}, files / "ckpt.pt")
+
+
 def moved(shards, index):
     first, second = shards
     index |= dict.fromkeys(shards[first], second)
@@ -160,6 +164,7 @@ def moved(shards, index):
 DAMAGES = [
     # what is read, the damage, a word of the message
     ("ckpt.pt", bad_header, "is damaged, or not a checkpoint of a GPT"),
+    ("ckpt.pt", strange_special_tokens, r"special_tokens=\[1\]: must be dict"),
     ("meta.pkl", bytes_of("meta.pkl", pickle.dumps({"itos": {1: "a"}})), "not a nanoGPT meta"),
     ("meta.pkl", bytes_of("meta.pkl", lambda harm: pickle.dumps({"itos": Bomb(harm)})), "plain values"),
     ("model.onnx", bytes_of("model.onnx", b"no graph"), "cannot be read"),

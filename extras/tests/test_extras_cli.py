@@ -134,6 +134,8 @@ HINTS = [
     ("sample.py hello", 'type --prompt "TEXT"'),
     (f"sample.py {'long' * 99}", 'type --prompt "TEXT"'),
     ("sample.py {file} --nonsense 1", "type --ckpt {file}"),
+    ("sample.py {spaces} --nonsense 1", "type --ckpt {spaces}"),
+    ("train.py {spaces} more", "type --init_from {spaces}"),
     ("sample.py --start=a\\nb", "in a shell, $'\\n' is a newline"),
     ("sample.py --data_dir data", "the checkpoint has the vocabulary"),
     ("sample.py --ckpt {other}", "pass the file, such as {other}/mine.pt"),
@@ -163,11 +165,13 @@ HINTS = [
 @pytest.mark.parametrize("command, hint", HINTS, ids=[command for command, _ in HINTS])
 def test_a_near_miss_is_one_line_with_the_way_out(command, hint, tmp_path):
     only, other = tmp_path / "only", tmp_path / "other"
+    spaces = tmp_path / "a  b c"
+    shutil.copy(PRETRAINED, spaces)
     only.mkdir()
     other.mkdir()
     shutil.copy(PRETRAINED, only / "ckpt.pt")
     shutil.copy(PRETRAINED, other / "mine.pt")
-    places = dict(file=PRETRAINED, only=only, other=other, text=ROOT / "data" / "sample.txt")
+    places = dict(spaces=spaces, file=PRETRAINED, only=only, other=other, text=ROOT / "data" / "sample.txt")
     script, *words = (word.format(**places) for word in command.split())
-    places |= {name: shlex.quote(str(places[name])) for name in ("file", "text")}  # in the hint
+    places |= {name: shlex.quote(str(places[name])) for name in ("spaces", "file", "text")}  # in the hint
     assert_one_line(here(*words, script=script), hint.format(**places))

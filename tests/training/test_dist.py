@@ -31,6 +31,14 @@ def two_processes(*flags):
     return result
 
 
+@pytest.mark.parametrize("names", ["RANK", "WORLD_SIZE", "RANK WORLD_SIZE"])
+def test_some_of_what_torchrun_sets_is_no_torchrun(names, data_dir, tmp_path):
+    """A cluster may set it for other programs."""
+    with patch.dict(os.environ, dict.fromkeys(names.split(), "1")):
+        result = here(*SMALL, "--max_iters", 1, "--data_dir", data_dir, "--out_dir", tmp_path)
+    assert "on 1 x cpu" in ok(result).stdout and (tmp_path / "last.pt").exists()
+
+
 @unix
 @pytest.mark.slow
 def test_two_processes_train_as_one_does_on_the_same_global_batch(data_dir, tmp_path):
