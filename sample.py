@@ -11,34 +11,30 @@ tokenizer. Tokenizers, prompts of different lengths and the flags from --draft o
 """
 
 import re
-import signal
 import sys
 import time
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from dataclasses import fields, replace
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parent))  # python -I and PYTHONSAFEPATH leave it out
-try:  # importing torch takes a second, in which Ctrl-C may come
+try:
     import torch
-
-    from model import (
-        EXTRAS,
-        Sampling,
-        extras,
-        find_checkpoint,
-        generate,
-        load_model,
-        near_tie,
-        num_threads,
-        pick_device,
-        sample_token,
-        slide,
-    )
 except ModuleNotFoundError as error:
     sys.exit(f"sample.py: {error}: activate the environment, or install it as README.md says")
-except KeyboardInterrupt:
-    sys.exit(130)
+
+from model import (
+    EXTRAS,
+    Sampling,
+    extras,
+    find_checkpoint,
+    generate,
+    load_model,
+    near_tie,
+    num_threads,
+    pick_device,
+    sample_token,
+    slide,
+)
 
 SEPARATOR = "\n---------------\n"  # between samples
 FAR = 1e-2  # two logits, keys or values that differ by this much differ by more than rounding
@@ -400,14 +396,6 @@ def main():
 
 
 if __name__ == "__main__":
-    if hasattr(sys.stdout, "reconfigure"):  # a notebook's stdout lacks it
-        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # on Windows, too
-        if hasattr(signal, "SIGPIPE"):
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when `head` has read enough
-    if cli := extras("cli"):
-        cli.begin_script()
-    try:
-        if code := main():  # a notebook reports even exit code 0
-            sys.exit(code)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    cli = extras("cli")  # the same with it, but Ctrl-C is quiet, and Windows consoles print UTF-8
+    if code := cli.run_script(main) if cli else main():  # a notebook reports even exit code 0
+        sys.exit(code)

@@ -31,34 +31,29 @@ from dataclasses import asdict, fields
 from functools import lru_cache
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parent))  # python -I and PYTHONSAFEPATH leave it out
-try:  # importing torch takes a second, in which Ctrl-C may come
+try:
     import numpy as np
     import torch
     import torch.distributed as dist
     import torch.nn as nn
     from torch.nn.parallel import DistributedDataParallel
     from tqdm import tqdm
-
-    from model import (
-        EXTRAS,
-        GPT,
-        CharTokenizer,
-        GPTConfig,
-        build_model,
-        checked,
-        extras,
-        load_checkpoint,
-        pick_device,
-        reading,
-        save_checkpoint,
-        write_atomically,
-    )
 except ModuleNotFoundError as error:
     sys.exit(f"train.py: {error}: activate the environment, or install it as README.md says")
-except KeyboardInterrupt:
-    sys.exit(130)
 
+from model import (
+    EXTRAS,
+    GPT,
+    CharTokenizer,
+    GPTConfig,
+    build_model,
+    extras,
+    load_checkpoint,
+    pick_device,
+    reading,
+    save_checkpoint,
+    write_atomically,
+)
 
 # torchrun starts several processes. Each runs all of this file, but only rank 0 prints and writes files.
 TORCHRUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
@@ -179,21 +174,12 @@ def parse_flags():
         parser.add_argument(f"--{name}", default=SUPPRESS, help=help, **options)
     flags = vars(parser.parse_args())
     for name, value in flags.items():
+        least = 1 if name in AT_LEAST_1 else 0
+        if isinstance(value, (int, float)) and not least <= value < 2**63:
+            error(f"--{name} {value} is not a number from {least} to 2**63 - 1")
         if value == "":  # probably an unset variable of the shell
             error(f"--{name} is empty")
     return flags
-
-
-def checked_setting(name, value):
-    """Return the value of a setting. Raises ValueError: a damaged checkpoint may contain anything."""
-    default, _, *choices = FLAGS[name]
-    value = checked(f"--{name}", value, type(default))
-    if choices and value not in choices:
-        raise ValueError(f"--{name} cannot be {value!r}")
-    least = 1 if name in AT_LEAST_1 else 0
-    if isinstance(value, (int, float)) and not least <= value < 2**63:
-        raise ValueError(f"--{name} {value} is not a number from {least} to 2**63 - 1")
-    return value
 
 
 def make_config(flags, checkpoint=None, on_gpu=False):
@@ -224,7 +210,6 @@ def make_config(flags, checkpoint=None, on_gpu=False):
     if checkpoint and checkpoint["path"].is_dir():  # of Hugging Face; the path of a run is that of its file
         preset = "finetune"
     given = dict(preset=preset, recipe="modern") | saved | flags
-    given = {name: checked_setting(name, value) for name, value in given.items()}
     if checkpoint:
         given.setdefault("loss", "cross_entropy")  # a trained model knows more than n-grams do
     defaults = {name: default for name, (default, *_) in FLAGS.items()}
@@ -494,6 +479,10 @@ def lr_multiplier(step, config):
 
 def set_up_device(config):
     """Return the device of this process and the dtype of the forward, a name. Raises ValueError."""
+    if WORLD_SIZE == 1:  # saved for a resume, because it changes how sums round; torchrun chooses for itself
+        config.threads = config.threads or torch.get_num_threads()
+    if config.threads:
+        torch.set_num_threads(min(config.threads, 1024))  # OpenMP crashes with too many
     own_gpu = WORLD_SIZE > 1 and config.device in ("auto", "cuda") and torch.cuda.is_available()
     device = pick_device(f"cuda:{os.environ['LOCAL_RANK']}" if own_gpu else config.device)
     if device.type == "cuda" and device.index is not None:
@@ -514,10 +503,6 @@ def set_up_device(config):
     return device, dtype
 
 
-# what a resume needs to know of a run, besides tensors
-LAST = dict(config=dict, data_sha256=dict, iter_num=int, best_val_loss=float, evals_since_best=int, seconds=float)
-
-
 def read_checkpoint(init_from, out_dir, meta=None):
     """Return the checkpoint to resume or to start from; None: from scratch. Raises OSError or ValueError."""
     if init_from == "scratch":
@@ -527,13 +512,8 @@ def read_checkpoint(init_from, out_dir, meta=None):
         checkpoint = extras("formats.checkpoint", f"--init_from {path}").load_checkpoint(path, meta)
     else:
         checkpoint = load_checkpoint(path)
-    if init_from == "resume":
-        if not LAST.keys() <= checkpoint.keys():
-            raise ValueError(f"{path} is not a last.pt of this train.py: start a new run from it")
-        with reading(path):
-            checkpoint |= {name: checked(name, checkpoint[name], kind) for name, kind in LAST.items()}
-            if not all(0 <= checkpoint[name] <= 2**31 for name in ("iter_num", "evals_since_best", "seconds")):
-                raise ValueError("it counts steps, evaluations or seconds below 0, or too many")
+    if init_from == "resume" and not {"config", "scaler", "seconds"} <= checkpoint.keys():
+        raise ValueError(f"{path} is not a last.pt of this train.py: start a new run from it")
     return checkpoint
 
 
@@ -572,11 +552,6 @@ def resume(checkpoint, training_loss, optimizers, scaler):
         for optimizer, state in zip(optimizers, checkpoint["optimizer"], strict=True):
             # our own settings, because a resume may change --weight_decay or --beta2
             optimizer.load_state_dict(state | dict(param_groups=optimizer.state_dict()["param_groups"]))
-            keys = {"momentum_buffer"} if isinstance(optimizer, Muon) else {"step", "exp_avg", "exp_avg_sq"}
-            for p, tensors in optimizer.state.items():
-                bad = (x.shape not in ((), p.shape) or x.is_meta or x.layout != p.layout for x in tensors.values())
-                if tensors.keys() != keys or any(bad):
-                    raise ValueError("the state of an optimizer does not fit the weights")
         if checkpoint["scaler"]:
             scaler.load_state_dict(checkpoint["scaler"])
 
@@ -585,7 +560,7 @@ def begin_folder(out_dir, newest=-1):
     """Begin log.csv, and move an earlier run out of the way. Returns a lock of out_dir to close at the end.
 
     newest  for a resume, the last step of log.csv to keep
-    Raises OSError, or ValueError if another process has the lock.
+    Raises OSError if the folder cannot be written, and ValueError if another process has the lock.
     """
     log = out_dir / "log.csv"
     files = [log, out_dir / "ckpt.pt", out_dir / "last.pt"]
@@ -628,6 +603,8 @@ def catch_signals():
 
 def main():
     """Train, or only evaluate. Returns the exit code."""
+    if RANK:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     flags = parse_flags()
     init_from = flags.get("init_from", "scratch")
     resuming = init_from == "resume"
@@ -638,11 +615,6 @@ def main():
         config = make_config(flags, checkpoint, torch.cuda.is_available() and flags.get("device") != "cpu")
         device, dtype = set_up_device(config)
         autocast = nullcontext() if dtype == "float32" else torch.autocast(device.type, getattr(torch, dtype))
-        if WORLD_SIZE > 1:  # torchrun chooses, and a resume without it must not inherit that
-            config.threads = flags.get("threads", 0)
-        else:  # saved for a resume, because it changes how sums round
-            config.threads = config.threads or torch.get_num_threads()
-        torch.set_num_threads(min(config.threads or torch.get_num_threads(), 1024))  # OpenMP crashes with too many
 
         # the text and the model
         data_dir = Path(config.data_dir or Path(__file__).resolve().parent / "data")
@@ -668,23 +640,17 @@ def main():
         optimizers = configure_optimizers(params, model, config, device)
         scaler = torch.amp.GradScaler(device.type, enabled=dtype == "float16")
 
-        # the progress of the run, and its folder
-        step = 0  # steps done
-        seconds = 0.0  # so far, including evaluations and saves
-        best_val_loss = math.inf
-        evals_since_best = 0
+        # how far the run is: steps done, their time with evaluations and saves, and its evaluations
+        run = Namespace(iter_num=0, seconds=0.0, best_val_loss=math.inf, evals_since_best=0)
         if resuming:
             resume(checkpoint, training_loss, optimizers, scaler)
-            step, seconds = checkpoint["iter_num"], checkpoint["seconds"]
-            if (out_dir / "ckpt.pt").exists():  # otherwise the next evaluation writes it again
-                best_val_loss, evals_since_best = checkpoint["best_val_loss"], checkpoint["evals_since_best"]
+            vars(run).update({name: checkpoint[name] for name in vars(run)})
+            if not (out_dir / "ckpt.pt").exists():  # then the next evaluation writes it again
+                run.best_val_loss = math.inf
+                run.evals_since_best = 0
         if config.recipe == "modern" and not (EXTRAS.is_dir() or checkpoint or "loss" in flags):
             print("training without auxiliary targets, which need the folder extras: the val loss will end 0.04 higher")
-        try:
-            lock = begin_folder(out_dir, step if resuming else -1) if RANK == 0 else nullcontext()
-        except OSError as error:
-            hint = "change --out_dir, or to resume, copy the folder"
-            raise ValueError(f"cannot write to {out_dir} ({error.strerror}): {hint}") from None
+        lock = begin_folder(out_dir, run.iter_num if resuming else -1) if RANK == 0 else nullcontext()
     except (ValueError, OSError) as error:
         sys.exit(f"train.py: {error}")
 
@@ -698,13 +664,14 @@ def main():
     how = f"preset {config.preset}, recipe {config.recipe}, on {WORLD_SIZE} x {device} in {dtype}"
     shape = f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide, context {config.block_size}"
     size = f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters"
-    steps = f"steps {step}..{config.max_iters} of {tokens_per_step:,} {tokenizer.unit} from {meta.get('source')}"
+    text = f"{tokens_per_step:,} {tokenizer.unit} from {meta.get('source')}"
+    steps = f"steps {run.iter_num}..{config.max_iters} of {text}"
     print(f"{'resuming' if resuming else 'training'} {how}: {shape}, {size}; {steps}", flush=True)
     if checkpoint and not resuming:
         print(f"starting at step 0 with the weights of {init_from}, but a new optimizer (resume continues a run)")
-        best_val_loss = evaluate(model, val, eval_tokens, autocast)  # the starting weights may remain the best
+        run.best_val_loss = evaluate(model, val, eval_tokens, autocast)  # the starting weights may remain the best
         if RANK == 0:
-            save_checkpoint(out_dir / "ckpt.pt", content | dict(iter_num=step, best_val_loss=best_val_loss))
+            save_checkpoint(out_dir / "ckpt.pt", content | vars(run))
 
     # the loop
     forward = torch.compile(training_loss) if config.compile else training_loss
@@ -714,24 +681,24 @@ def main():
     stop = 0  # the signal that ends the run
     terminal = shutil.get_terminal_size()  # in a notebook it has size 0, and tqdm would show no bar
     fits = dict(ncols=terminal.columns, nrows=terminal.lines, mininterval=1)  # and it keeps every update
-    bar = tqdm(total=config.max_iters, initial=step, unit="step", disable=NO_BAR, **fits)
+    bar = tqdm(total=config.max_iters, initial=run.iter_num, unit="step", disable=NO_BAR, **fits)
     row_began = time.perf_counter()  # when the steps of the next row of log.csv began
-    began = row_began - seconds
+    began = row_began - run.seconds
     losses = []  # of those steps; tensors, because reading a number would wait for the device
     last_val = ""  # the latest val loss, for the line of progress
     micro_steps = config.gradient_accumulation_steps
     decay_iters = config.lr_decay_iters or config.max_iters
     patience = config.patience or math.inf
     with lock, bar:
-        while step < config.max_iters and evals_since_best < patience and not stop:
+        while run.iter_num < config.max_iters and run.evals_since_best < patience and not stop:
             # forward and backward
             for micro_step in range(micro_steps):
-                number = step * micro_steps + micro_step
+                number = run.iter_num * micro_steps + micro_step
                 x, y, where = get_batch(train, config, number, device)
-                left = torch.tensor(max(0.0, 1 - step / decay_iters), dtype=torch.float64)
+                left = torch.tensor(max(0.0, 1 - run.iter_num / decay_iters), dtype=torch.float64)
                 if config.dropout:  # like the batches, the masks depend only on the seed and the step
-                    mask_seed = np.random.SeedSequence((config.seed, step, micro_step, RANK)).generate_state(1)[0]
-                    torch.manual_seed(int(mask_seed))
+                    entropy = (config.seed, run.iter_num, micro_step, RANK)
+                    torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
                 if WORLD_SIZE > 1:  # only the last micro-step averages the gradients over the processes
                     forward.require_backward_grad_sync = micro_step == micro_steps - 1
                 with autocast:
@@ -744,21 +711,21 @@ def main():
                 for optimizer in optimizers:
                     scaler.unscale_(optimizer)
                 grad_norm = nn.utils.clip_grad_norm_(params, config.grad_clip)
-            multiplier = lr_multiplier(step, config)
+            multiplier = lr_multiplier(run.iter_num, config)
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = group["peak_lr"] * multiplier  # AdamW and Muon each have their own peak
                 scaler.step(optimizer)
             scaler.update()
             training_loss.zero_grad(set_to_none=True)
-            step += 1
+            run.iter_num += 1
             bar.update()
 
             # is anything due? All processes must agree
             stop = int(all_reduce(signals[0] if signals else 0, dist.ReduceOp.MAX))
-            evaluating = step == config.max_iters or step % config.eval_interval == 0
-            saving = stop or evaluating or step % config.save_interval == 0
-            if not saving and step % config.log_interval:
+            evaluating = run.iter_num == config.max_iters or run.iter_num % config.eval_interval == 0
+            saving = stop or evaluating or run.iter_num % config.save_interval == 0
+            if not saving and run.iter_num % config.log_interval:
                 continue
 
             # evaluate
@@ -768,70 +735,56 @@ def main():
             finite = math.isfinite(train_loss + (val_loss or 0.0)) and all(p.isfinite().all() for p in params)
             if not finite:  # stop before broken weights replace a checkpoint
                 hint = "lower --learning_rate or --muon_learning_rate (the checkpoints are from before that step)"
-                sys.exit(f"train.py: stopped at step {step}: the loss or a weight is not finite: {hint}")
+                sys.exit(f"train.py: stopped at step {run.iter_num}: the loss or a weight is not finite: {hint}")
             if evaluating:
-                evals_since_best = 0 if val_loss < best_val_loss else evals_since_best + 1
-                best_val_loss = min(val_loss, best_val_loss)
+                run.evals_since_best = 0 if val_loss < run.best_val_loss else run.evals_since_best + 1
+                run.best_val_loss = min(val_loss, run.best_val_loss)
                 last_val = f"val {val_loss:.4f}, "
-            seconds = round(time.perf_counter() - began, 3)
+            run.seconds = round(time.perf_counter() - began, 3)
             losses.clear()
             if RANK:  # only rank 0 writes
                 continue
 
             # log
             norm = grad_norm.item() if config.grad_clip else None
-            row = (step, seconds, train_loss, val_loss, config.learning_rate * multiplier, round(speed), norm)
+            lr = config.learning_rate * multiplier
             with open(out_dir / "log.csv", "a", encoding="utf-8", newline="") as file:
-                csv.writer(file).writerow(row)
+                csv.writer(file).writerow((run.iter_num, run.seconds, train_loss, val_loss, lr, round(speed), norm))
             text = f"loss {train_loss:.4f}, {last_val}{speed:,.0f} tokens/s"
             bar.set_postfix_str(text)
             if bar.disable:
-                seconds_left = seconds / step * (config.max_iters - step)
-                print(f"step {step}/{config.max_iters}: {text}, {seconds_left:.0f} s left", flush=True)
+                seconds_left = run.seconds / run.iter_num * (config.max_iters - run.iter_num)
+                print(f"step {run.iter_num}/{config.max_iters}: {text}, {seconds_left:.0f} s left", flush=True)
 
             # save
-            content |= dict(iter_num=step, best_val_loss=best_val_loss)
-            if evaluating and evals_since_best == 0:
+            content |= vars(run)
+            if evaluating and run.evals_since_best == 0:
                 save_checkpoint(out_dir / "ckpt.pt", content)
             if saving:
-                more = dict(seconds=seconds, evals_since_best=evals_since_best, loss=weights_of_loss)
-                more |= dict(optimizer=[optimizer.state_dict() for optimizer in optimizers], scaler=scaler.state_dict())
+                states = [optimizer.state_dict() for optimizer in optimizers]
+                more = dict(loss=weights_of_loss, optimizer=states, scaler=scaler.state_dict())
                 save_checkpoint(out_dir / "last.pt", content | more)
             row_began = time.perf_counter()
 
     # report
     again = f"python train.py --init_from resume --out_dir={shlex.quote(str(out_dir))}"
-    if stop and step < config.max_iters:
-        print(f"stopped at step {step} of {config.max_iters} and saved; to continue: {again}")
+    if stop and run.iter_num < config.max_iters:
+        print(f"stopped at step {run.iter_num} of {config.max_iters} and saved; to continue: {again}")
         return 128 + stop
-    if step < config.max_iters:
-        print(f"stopped at step {step}: {evals_since_best} evaluations without a better val loss (--patience)")
+    if run.iter_num < config.max_iters:
+        why = f"{run.evals_since_best} evaluations without a better val loss (--patience)"
+        print(f"stopped at step {run.iter_num}: {why}")
     elif resuming:
-        print(f"finished at step {step}; to train longer: {again} --max_iters {2 * step}")
-    print(f"best val loss {best_val_loss:.4f}: {out_dir / 'ckpt.pt'}; {seconds:.0f} s. A sample:\n")
+        print(f"finished at step {run.iter_num}; to train longer: {again} --max_iters {2 * run.iter_num}")
+    print(f"best val loss {run.best_val_loss:.4f}: {out_dir / 'ckpt.pt'}; {run.seconds:.0f} s. A sample:\n")
     start = torch.tensor([tokenizer.encode(tokenizer.default_prompt)], device=device)
     print(tokenizer.decode(model.eval().generate(start, 300, seed=config.seed)[0].tolist()))
     return 0
 
 
 if __name__ == "__main__":
-    if RANK:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    if hasattr(sys.stdout, "reconfigure"):  # a notebook's stdout lacks it
-        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # on Windows, too
-    if cli := extras("cli"):
-        cli.begin_script()
-    try:
-        code = main()
-    except KeyboardInterrupt:  # before the run has begun
-        sys.exit(130)
-    except OSError as error:  # while writing, as on a full disk
-        sys.exit(f"train.py: cannot write ({error}): the last checkpoints are intact")
-    except RuntimeError as error:
-        if "allocate" not in str(error):  # torch says so for the CPU and for a GPU
-            raise
-        hint = "halve --batch_size and double --gradient_accumulation_steps, or train a smaller model"
-        sys.exit(f"train.py: out of memory: {hint}")
+    cli = extras("cli")  # the same with it, but a full disk is one line, and a busy machine slows us less
+    code = cli.run_script(main) if cli else main()
     if WORLD_SIZE > 1:
         dist.barrier()
         dist.destroy_process_group()

@@ -101,24 +101,35 @@ def lock_folder(folder, name=".lock"):
 # -- main --------------------------------------------------------------------------------------------------------------
 
 
-def begin_script():
-    """Let threads share the cores with other processes. A stream that is closed, as a daemon's, becomes devnull."""
+def run_script(main):
+    """Run main() as a good citizen of the command line, and return its exit code.
+
+    Ctrl-C, a full disk and too little memory are one line or none. Output is UTF-8 on Windows, too. A stream that is
+    closed, as a daemon's, becomes devnull. Threads share the cores with other processes.
+    """
     from extras.threads import share_cores  # here, because data/prepare.py has no torch
 
     share_cores()  # threads that spin on a busy machine can be 40 times slower
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+    if hasattr(sys.stdout, "reconfigure"):  # a notebook's stdout lacks it
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")
+        if hasattr(signal, "SIGPIPE") and "RANK" not in os.environ:  # torchrun's processes may lose a socket
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when `head` has read enough
+    try:
+        return main()
+    except KeyboardInterrupt:
+        return 130
+    except OSError as error:
+        fail(error)
+    except RuntimeError as error:
+        if "allocate" not in str(error):  # torch says so for the CPU and for a GPU
+            raise
+        fail("out of memory: take a smaller batch or a smaller model (train.py: --gradient_accumulation_steps)")
 
 
 def run_main(main):
-    """Run the main() of a script in extras. A file error is one line."""
-    begin_script()
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n")  # on Windows, too
-        if hasattr(signal, "SIGPIPE"):
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly when `head` has read enough
-    try:
-        main()
-    except OSError as error:
-        fail(error)
+    """Run the main() of a script in extras."""
+    if code := run_script(main):  # a notebook reports even exit code 0
+        sys.exit(code)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import ONE_THREAD, ROOT, SMALL, assert_help, assert_one_line, here, ok, run, save_model, tiny, unix
+from helpers import ONE_THREAD, ROOT, SMALL, assert_one_line, here, ok, run, save_model, tiny, unix
 from model import PRETRAINED
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -71,11 +71,6 @@ def test_without_the_environment_there_is_one_line(script):
     """Python that ignores the packages of its environment, as in a terminal where it is not activated."""
     result = subprocess.run([sys.executable, "-S", script], cwd=ROOT, capture_output=True, encoding="utf-8")
     assert_one_line(result, "No module named", "activate the environment, or install it as README.md says", code=1)
-
-
-def test_the_folder_of_the_script_need_not_be_on_the_path():
-    """python -I and PYTHONSAFEPATH leave it out."""
-    assert_help(*(ROOT / script for script in ("sample.py", "train.py", "data/prepare.py")))
 
 
 def test_output_is_utf8_whatever_the_terminal_asks_for(tmp_path):

@@ -52,7 +52,7 @@ def load_checkpoint(path, meta=None):
         checkpoint = in_our_names(model.load_checkpoint(path))
     with model.reading(path):
         model.checked("special_tokens", checkpoint.get("special_tokens"), dict | None)  # those of a Hugging Face folder
-        if {"config", "evals_since_best"} <= checkpoint.keys():
+        if {"config", "scaler"} <= checkpoint.keys():
             checkpoint = read_older(checkpoint)
     if meta and any(name in checkpoint for name in ("chars", "tokenizer")):
         raise ValueError(f"{path} has its own vocabulary: leave out --meta")
