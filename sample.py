@@ -26,7 +26,6 @@ from model import (
     EXTRAS,
     Sampling,
     extras,
-    find_checkpoint,
     generate,
     load_model,
     near_tie,
@@ -283,7 +282,7 @@ def parse_args():
     add("--kv_cache", default=True, help="default: True", **BOOLEAN)
     add("--no-kv_cache", "--no_kv_cache", action="store_false", dest="kv_cache", help="feed the whole text every time")
     add("--max_new_tokens", type=int, metavar="N", help="default: until the context is full; 1000 with slide")
-    add("--stop", type=newlines, action="append", default=[], help="end before this text; repeat for several")
+    add("--stop", action="append", default=[], help="end before this text; repeat for several")
     # sampling
     add("--temperature", type=float, default=0.8, help="0 is greedy, 1 the model's own distribution (default: 0.8)")
     add("--top_k", type=int, metavar="K", help="sample from the K most likely tokens")
@@ -320,14 +319,10 @@ def parse_args():
     return args
 
 
-def newlines(text):  # as read_text does
-    return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
 def read_prompt(prompt):
     """Return a prompt, which may be FILE:path, as text."""
     if not prompt.startswith("FILE:"):
-        return newlines(prompt)
+        return prompt
     try:
         return Path(prompt.removeprefix("FILE:")).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -338,15 +333,14 @@ def open_model(args):
     """Return (model, tokenizer) for the flags. Raises OSError or ValueError."""
     if args.engine == "onnx":
         return extras("formats.onnx", "--engine onnx").open_onnx(args)
-    path = find_checkpoint(args.ckpt or args.out_dir)
-    if args.meta or (path / "config.json").exists():  # a Hugging Face folder
-        return extras("formats.checkpoint", path).load_model(path, args.meta)
+    path = args.ckpt or args.out_dir
     try:
-        return load_model(path)
+        if not args.meta:
+            return load_model(path)
     except (OSError, ValueError):
         if not EXTRAS.is_dir():
             raise
-    return extras("formats.checkpoint").load_model(path)  # it reads more formats, and explains errors better
+    return extras("formats.checkpoint", "--meta").load_model(path, args.meta)  # reads more, and explains errors better
 
 
 def put_on_device(model, args):

@@ -37,7 +37,8 @@ STAND_IN_SOURCE = "sample.txt (offline stand-in)"
 
 def parse_args():
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message} (--help lists the flags)\n")
+    hint = "--help lists the flags; for your own text, type --input FILE"
+    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message} ({hint})\n")
     add = parser.add_argument
     add("--input", nargs="+", default=[], metavar="FILE", help="use these UTF-8 text files, one after the other")
     add("--field", metavar="NAME", help="for JSON and JSON Lines: the field with the text, if there are several")
@@ -46,10 +47,7 @@ def parse_args():
     add("--tokenizer", metavar="bpe|MODEL", help="learn a BPE from the text, or take the tokens of a model")
     add("--vocab_size", type=int, default=512, metavar="N", help="of --tokenizer bpe (default: 512)")
     add("--force", action="store_true", help="start over, even if that replaces your own text")
-    args, unknown = parser.parse_known_args()
-    if unknown:
-        hint = "" if unknown[0].startswith("-") else ": to prepare your own text, type --input FILE"
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    args = parser.parse_args()
     if "" in (args.tokenizer, args.data_dir, args.val, *args.input):
         parser.error("--input, --tokenizer, --data_dir or --val is empty")
     records = [name for name in (*args.input, args.val or "") if Path(name).suffix.lower() in RECORDS]
@@ -62,8 +60,6 @@ def parse_args():
 
 def read(name, args):
     """Return the text of a file. After each record comes a blank line, or the model's end token. Raises ValueError."""
-    if Path(name).is_dir():
-        raise ValueError(f"{name} is a folder: name its files, such as {Path(name, '*.txt')}")
     if Path(name).suffix.lower() not in RECORDS:
         return decode(Path(name).read_bytes(), name)
     from extras.formats.records import end_of_text, read_records
@@ -127,9 +123,8 @@ def main():
             raise ValueError(f"{data_dir} holds your own text, from {old['source']}: {hint}")
         hashes = {file.stem: sha256(file.read_bytes()) for file in files}
         hashes["vocabulary"] = sha256(str(old.get("chars")).encode())
-        if isinstance(old.get("sha256"), dict):  # that of an older folder has no hash of the vocabulary
-            old["sha256"].setdefault("vocabulary", hashes["vocabulary"])
-        if (old["source"], old.get("sha256")) == (CORPUS_URL, hashes) and not args.tokenizer and not args.val:
+        whole = len(files) == 2 and old.get("sha256", {}).items() <= hashes.items()
+        if whole and old["source"] == CORPUS_URL and not args.tokenizer and not args.val:
             print(f"{data_dir} already holds all of {CORPUS_URL}: nothing to do (--force does it again)")
             return
 
@@ -193,8 +188,5 @@ if __name__ == "__main__":
         sys.exit(130)
     except ModuleNotFoundError as error:
         sys.exit(f"prepare.py: {error}: this needs the folder extras of the repository, and torch")
-    except OSError as error:
-        hint = " (download it first)" if str(error.filename).startswith("http") else ""
-        sys.exit(f"prepare.py: {error.filename or 'cannot write the data'}: {error.strerror}{hint}")
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"prepare.py: {error}")

