@@ -686,13 +686,14 @@ def build_model(checkpoint):
         if config.n_layer > len(checkpoint["model"]):  # before we build a billion layers
             raise ValueError(f"n_layer is {config.n_layer}, but it has {len(checkpoint['model'])} weights")
         model = GPT(config)
-        model.load_state_dict(checkpoint["model"])
+        model.load_state_dict({name: p.float() for name, p in checkpoint["model"].items()}, assign=True)
         for name, p in model.state_dict().items():
-            saved = checkpoint["model"][name]
-            if not (saved.is_floating_point() and p.isfinite().all()):  # integers would need their scales
-                raise ValueError(f"{name}, in {saved.dtype}, must be floats without NaN or infinity")
-            if not torch.equal(saved.float(), p):
+            if not (checkpoint["model"][name].is_floating_point() and p.isfinite().all()):  # integers lack their scales
+                raise ValueError(f"{name} must be floating-point numbers, without infinity or NaN")
+        if config.tie_weights:
+            if not torch.equal(model.transformer["wte"].weight, model.lm_head.weight):
                 raise ValueError("wte and lm_head differ, although tie_weights makes them one matrix")
+            model.transformer["wte"].weight = model.lm_head.weight  # assign=True has untied them
     model.source = f"{path}, step {checkpoint.get('iter_num', 'unknown')}"
     model.ngrams = checkpoint.get("ngrams")
     return model

@@ -228,16 +228,18 @@ def new_state(contexts, sampling, config):
         row[: len(context)] = context
     if not ((tokens >= 0) & (tokens < config.vocab_size)).all():
         raise ValueError(f"a prompt contains tokens outside 0..{config.vocab_size - 1}")
-    samples = torch.as_tensor(range(len(contexts)) if sampling.samples is None else sampling.samples).long()
-    if samples.shape != end.shape:
-        raise ValueError(f"samples is {samples.tolist()}: {len(contexts)} rows need one each")
+    samples = torch.as_tensor(range(len(contexts)) if sampling.samples is None else sampling.samples)
+    if not contexts or samples.shape != end.shape or samples.is_floating_point():
+        raise ValueError(
+            f"samples is {samples.tolist()}: {len(contexts)} rows need a whole number each, and at least one"
+        )
     return BatchState(
         tokens=tokens,
         end=end,
         cached=torch.zeros_like(end),
         limit=end.clone(),
         first_new=end.clone(),
-        sample=samples,
+        sample=samples.long(),
         seed=torch.tensor([sampling.seed & 0xFFFFFFFF, sampling.seed >> 32]),
         temperature=torch.tensor(sampling.temperature, dtype=torch.float32),
         top_k=None if sampling.top_k is None else torch.tensor(sampling.top_k),

@@ -53,6 +53,8 @@ def load_checkpoint(path, meta=None):
         checkpoint = model.load_checkpoint(path)
     with model.reading(path):
         checkpoint = in_our_names(checkpoint)
+        sizes = checkpoint["model_args"].items()
+        checkpoint["model_args"] = {name: value.item() if hasattr(value, "item") else value for name, value in sizes}
         if {"config", "scaler"} <= checkpoint.keys():
             checkpoint = read_older(checkpoint)
     if meta and any(name in checkpoint for name in ("chars", "tokenizer")):

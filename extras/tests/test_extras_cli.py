@@ -157,7 +157,6 @@ HINTS = [
     ("train.py --max-iter 9", "did you mean --max_iters?"),
     ("train.py --init_from resume --out_dir {only}", "--init_from {only} starts a new run from its weights"),
     ("data/prepare.py {file}", "type --input FILE"),
-    ("data/prepare.py --input https://example.com/a.txt", "(download it first)"),
 ]
 
 
