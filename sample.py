@@ -22,18 +22,7 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"sample.py: {error}: activate the environment, or install it as README.md says")
 
-from model import (
-    EXTRAS,
-    Sampling,
-    extras,
-    generate,
-    load_model,
-    near_tie,
-    num_threads,
-    pick_device,
-    sample_token,
-    slide,
-)
+from model import Sampling, extras, generate, load_model, near_tie, num_threads, pick_device, sample_token, slide
 
 SEPARATOR = "\n---------------\n"  # between samples
 FAR = 1e-2  # two logits, keys or values that differ by this much differ by more than rounding
@@ -334,13 +323,14 @@ def open_model(args):
     if args.engine == "onnx":
         return extras("formats.onnx", "--engine onnx").open_onnx(args)
     path = args.ckpt or args.out_dir
+    if args.meta:
+        return extras("formats.checkpoint", "--meta").load_model(path, args.meta)
     try:
-        if not args.meta:
-            return load_model(path)
+        return load_model(path)
     except (OSError, ValueError):
-        if not EXTRAS.is_dir():
-            raise
-    return extras("formats.checkpoint", "--meta").load_model(path, args.meta)  # reads more, and explains errors better
+        if formats := extras("formats.checkpoint"):  # it reads more formats, and explains errors better
+            return formats.load_model(path)
+        raise
 
 
 def put_on_device(model, args):

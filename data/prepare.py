@@ -16,7 +16,6 @@ import tempfile
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from contextlib import suppress
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 try:
@@ -99,16 +98,6 @@ def sha256(content):
     return hashlib.sha256(content).hexdigest()
 
 
-def in_order(text):
-    """Return whether the lines of a text are sorted, up or down: from A to Z, by their last word, or by length."""
-    lines = [line.casefold() for line in text.splitlines() if line.strip()]
-    for key in (str, len, lambda line: line.split()[-1]):
-        rising = [key(a) < key(b) for a, b in pairwise(lines) if key(a) != key(b)]
-        if len(lines) >= 20 and len(rising) >= 5 and not 0.05 < sum(rising) / len(rising) < 0.95:
-            return True
-    return False
-
-
 def main():
     # what is there already: only --input or --force replaces your own text. Nothing counts as the stand-in
     args = parse_args()
@@ -123,8 +112,8 @@ def main():
             raise ValueError(f"{data_dir} holds your own text, from {old['source']}: {hint}")
         hashes = {file.stem: sha256(file.read_bytes()) for file in files}
         hashes["vocabulary"] = sha256(str(old.get("chars")).encode())
-        whole = len(files) == 2 and old.get("sha256", {}).items() <= hashes.items()
-        if whole and old["source"] == CORPUS_URL and not args.tokenizer and not args.val:
+        known = {"vocabulary": hashes["vocabulary"], **old.get("sha256", {})}  # older folders lack that hash
+        if (old["source"], known) == (CORPUS_URL, hashes) and not args.tokenizer and not args.val:
             print(f"{data_dir} already holds all of {CORPUS_URL}: nothing to do (--force does it again)")
             return
 
@@ -147,8 +136,10 @@ def main():
         source += f", {os.path.abspath(args.val)} (val)"
         train = text
         val = read(args.val, args)
-    elif in_order(text[: 2**20]):
-        print("prepare.py: the lines are sorted, so val is unlike train: shuffle them, or use --val", file=sys.stderr)
+    elif (HERE.parent / "extras").is_dir():
+        from extras.formats.records import warn_if_sorted
+
+        warn_if_sorted(text[: 2**20])
     if not train or not val:
         raise ValueError(f"{source} has {len(train)} characters for training and {len(val)} for validation")
 

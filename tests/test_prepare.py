@@ -8,15 +8,12 @@ import gzip
 import io
 import json
 import os
-import random
 import sys
-from functools import partial
 from hashlib import sha256
 
 import numpy as np
 import pytest
 
-import prepare
 from helpers import SAMPLE, contents, here, linux, ok, run, tree, unix, write_ids
 from model import CharTokenizer
 from prepare_fixtures import BODY, assert_nothing_changed
@@ -107,32 +104,6 @@ def test_the_val_split_can_be_a_file_of_its_own(call, text, tmp_path):
     tokenizer, train, val, _ = load_dataset(tmp_path / "data", 2)
     assert tokenizer.decode(val.tolist()) == "März 1\n"
     assert tokenizer.decode(train.tolist()) == BODY.decode().replace("\r\n", "\n").replace("\r", "\n")
-
-
-ORDERS = [sorted, partial(sorted, reverse=True), partial(sorted, key=len), partial(sorted, key=lambda s: s.split()[1])]
-
-
-@pytest.mark.parametrize("begin", ["", "the name is "])
-@pytest.mark.parametrize("order", ORDERS, ids=["A to Z", "Z to A", "by length", "by the second word"])
-def test_sorted_lines_are_noticed(order, begin, call, text, tmp_path):
-    """The last tenth of names in alphabetical order has only the last letters, so its loss says nothing."""
-    draw = random.Random(0)
-    names = ["".join(draw.choices("ABCDEFGHabcdefgh", k=draw.randint(2, 9))).capitalize() for _ in range(400)]
-    lines = [f"{a} {b}" for a, b in zip(names[::2], names[1::2])]
-    for number, arranged in enumerate((order(lines), lines)):
-        text.write_text("\n".join(begin + line for line in arranged), encoding="utf-8")
-        result = ok(call("--input", text, "--data_dir", tmp_path / f"data{number}"))
-        assert ("the lines are sorted" in result.stderr) == (arranged is not lines)
-    text.write_text("\n".join(order(lines)), encoding="utf-8")
-    (tmp_path / "val.txt").write_text("Abe Had\n" * 40, encoding="utf-8")
-    result = ok(call("--input", text, "--val", tmp_path / "val.txt", "--data_dir", tmp_path / "own"))
-    assert "sorted" not in result.stderr  # --val is what the line would ask for
-
-
-@pytest.mark.parametrize("lines", [["ab"] * 99, ["ab", "", "abc", ""] * 30, ["ACGT" * 20] * 60 + ["AC"]], ids=len)
-def test_lines_that_are_all_alike_are_not_sorted(lines):
-    assert not prepare.in_order("\n".join(lines))
-    assert not prepare.in_order(SAMPLE.read_text(encoding="utf-8"))
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(call, text, old, monkeypatch):

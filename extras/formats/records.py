@@ -2,9 +2,10 @@
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 
-from extras.cli import first_line
+from extras.cli import first_line, note
 from extras.formats.unsupported import refuse_pointer
 
 TEXT_FIELDS = {"text", "content", "story"}
@@ -91,3 +92,13 @@ def end_of_text(tokenizer):
     ids = getattr(found, "ids", {})
     # a vocabulary may have such a word although the tokenizer splits it
     return next((token for token in END_TOKENS if token in ids and ids[token] in found.encode_text(token)), "\n\n")
+
+
+def warn_if_sorted(text):
+    """Print a line if the lines of a text are sorted, up or down: from A to Z, by their last word, or by length."""
+    lines = [line.casefold() for line in text.splitlines() if line.strip()]
+    for key in (str, len, lambda line: line.split()[-1]):
+        rising = [key(a) < key(b) for a, b in pairwise(lines) if key(a) != key(b)]
+        if len(lines) >= 20 and len(rising) >= 5 and not 0.05 < sum(rising) / len(rising) < 0.95:
+            note("the lines are sorted, so val is unlike train: shuffle them, or use --val")
+            return

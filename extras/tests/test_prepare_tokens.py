@@ -2,6 +2,8 @@
 
 import io
 import json
+import random
+from functools import partial
 from hashlib import sha256
 
 import pytest
@@ -9,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from extra_helpers import bpe
 from extras.formats.bpe import train_bpe
+from extras.formats.records import warn_if_sorted
 from helpers import SAMPLE, SMALL, assert_one_line, here, ok, tree
 from prepare_fixtures import BODY, assert_nothing_changed
 from train import load_dataset
@@ -271,3 +274,32 @@ def test_a_file_without_text_of_its_own_is_one_line(name, content, words, call, 
     result = call("--input", tmp_path / name, "--data_dir", tmp_path / "data")
     assert_one_line(result, *words, tmp_path / name, code=1)
     assert not (tmp_path / "data").exists()
+
+
+# -- sorted text -------------------------------------------------------------------------------------------------------
+
+ORDERS = [sorted, partial(sorted, reverse=True), partial(sorted, key=len), partial(sorted, key=lambda s: s.split()[1])]
+
+
+@pytest.mark.parametrize("begin", ["", "the name is "])
+@pytest.mark.parametrize("order", ORDERS, ids=["A to Z", "Z to A", "by length", "by the second word"])
+def test_sorted_lines_are_noticed(order, begin, call, text, tmp_path):
+    """The last tenth of names in alphabetical order has only the last letters, so its loss says nothing."""
+    draw = random.Random(0)
+    names = ["".join(draw.choices("ABCDEFGHabcdefgh", k=draw.randint(2, 9))).capitalize() for _ in range(400)]
+    lines = [f"{a} {b}" for a, b in zip(names[::2], names[1::2])]
+    for number, arranged in enumerate((order(lines), lines)):
+        text.write_text("\n".join(begin + line for line in arranged), encoding="utf-8")
+        result = ok(call("--input", text, "--data_dir", tmp_path / f"data{number}"))
+        assert ("the lines are sorted" in result.stderr) == (arranged is not lines)
+    text.write_text("\n".join(order(lines)), encoding="utf-8")
+    (tmp_path / "val.txt").write_text("Abe Had\n" * 40, encoding="utf-8")
+    result = ok(call("--input", text, "--val", tmp_path / "val.txt", "--data_dir", tmp_path / "own"))
+    assert "sorted" not in result.stderr  # --val is what the line would ask for
+
+
+@pytest.mark.parametrize("lines", [["ab"] * 99, ["ab", "", "abc", ""] * 30, ["ACGT" * 20] * 60 + ["AC"]], ids=len)
+def test_lines_that_are_all_alike_are_not_sorted(lines, capsys):
+    warn_if_sorted("\n".join(lines))
+    warn_if_sorted(SAMPLE.read_text(encoding="utf-8"))
+    assert capsys.readouterr().err == ""
