@@ -13,7 +13,7 @@ tokenizer. Tokenizers, prompts of different lengths and the flags from --draft o
 import re
 import sys
 import time
-from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -258,13 +258,8 @@ BOOLEAN = dict(type=boolean, nargs="?", const=True, metavar="True|False")  # a f
 
 
 def parse_args():
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
-
-    def error(message):
-        hint = hints.hint(message, parser) if (hints := extras("hints")) else ""
-        parser.exit(2, f"{parser.prog}: {message}{hint} (--help lists the flags)\n")
-
-    parser.error = error
+    plain = dict(description=__doc__, usage=SUPPRESS, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = cli.Parser(__doc__) if (cli := extras("cli")) else ArgumentParser(**plain)  # the former also gives hints
     add = parser.add_argument
     # text and cache
     add("--prompt", "--start", type=read_prompt, action="append", help="text, or FILE:path; repeat for a batch")
@@ -293,18 +288,15 @@ def parse_args():
     add("--meta", metavar="FILE", help="for a nanoGPT checkpoint: its meta.pkl, or the folder of its tokenizer")
     add("--explain", help="instead, print the tensor shapes of a prefill and two decode steps", **BOOLEAN)
     args = parser.parse_args()
-    for name, value in vars(args).items():
-        if value == "":  # probably an unset variable of the shell
-            error(f"--{name} is empty")
     args.prompt = args.prompt or [""]
     for name, most in (("max_new_tokens", 2**31), ("num_samples", 2**12)):
         value = getattr(args, name)
         if value is not None and not 1 <= value <= most:
-            error(f"--{name} {value} is not from 1 to {most}")
+            parser.error(f"--{name} {value} is not from 1 to {most}")
     if args.ckpt and args.out_dir and not (args.engine == "onnx" and args.verify):
-        error("--ckpt and --out_dir both say which model: pass one of them")
+        parser.error("--ckpt and --out_dir both say which model: pass one of them")
     if args.verify and args.dtype != "float32":
-        error(f"--verify needs --dtype float32: rounding in {args.dtype} changes tokens")
+        parser.error(f"--verify needs --dtype float32: rounding in {args.dtype} changes tokens")
     return args
 
 

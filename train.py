@@ -42,7 +42,6 @@ except ModuleNotFoundError as error:
     sys.exit(f"train.py: {error}: activate the environment, or install it as README.md says")
 
 from model import (
-    EXTRAS,
     GPT,
     CharTokenizer,
     GPTConfig,
@@ -89,7 +88,7 @@ PRESETS = {
 }
 RECIPES = {
     # with n-grams, and tokens further ahead; train.py alone ends 0.04 higher
-    "modern": dict(loss="extras.targets" if EXTRAS.is_dir() else "cross_entropy"),
+    "modern": dict(loss="extras.targets" if extras("targets") else "cross_entropy"),
     "nanogpt": dict(pos_emb="learned", qk_norm=False, activation="gelu", mlp_ratio=4, zero_init=False)
     | dict(loss="cross_entropy", optimizer="adamw", learning_rate=1e-3, beta2=0.99, weight_decay=0.1, grad_clip=1.0)
     | dict(warmup_iters=100, lr_decay="cosine", lr_stable_frac=0.0, min_lr=1e-4),
@@ -159,13 +158,8 @@ def boolean(text):
 
 def parse_flags():
     """Return {name: value} of the flags on the command line. make_config fills in the rest."""
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
-
-    def error(message):
-        hint = hints.hint(message, parser) if (hints := extras("hints")) else ""
-        parser.exit(2, f"{parser.prog}: {message}{hint} (--help lists the flags)\n")
-
-    parser.error = error
+    plain = dict(description=__doc__, usage=SUPPRESS, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = cli.Parser(__doc__) if (cli := extras("cli")) else ArgumentParser(**plain)  # the former also gives hints
     for name, (default, help, *choices) in FLAGS.items():
         options = dict(type=type(default), choices=choices or None)
         if type(default) is bool:  # a flag that may stand alone
@@ -176,20 +170,15 @@ def parse_flags():
     for name, value in flags.items():
         least = 1 if name in AT_LEAST_1 else 0
         if isinstance(value, (int, float)) and not least <= value < 2**63:
-            error(f"--{name} {value} is not a number from {least} to 2**63 - 1")
-        if value == "":  # probably an unset variable of the shell
-            error(f"--{name} is empty")
+            parser.error(f"--{name} {value} is not a number from {least} to 2**63 - 1")
     return flags
 
 
 def make_config(flags, checkpoint=None, on_gpu=False):
     """Return all settings of a run, as attributes. Raises ValueError.
 
-    Later ones win: defaults, recipe, preset, checkpoint, flags.
-
-    flags       {name: value} of those given
-    checkpoint  from read_checkpoint: it decides the network, and if we resume, all settings without a flag
-    on_gpu      whether preset "auto" means "gpu"
+    Later ones win: defaults, recipe, preset (auto: cpu, or gpu if on_gpu), checkpoint (its network, and if we resume,
+    all its settings), flags.
     """
     flags = {name: value for name, value in flags.items() if (name, value) != ("preset", "auto")}
     resuming = flags.get("init_from") == "resume"
@@ -218,8 +207,6 @@ def make_config(flags, checkpoint=None, on_gpu=False):
         raise ValueError("--preset finetune, --eval_only and --meta need a trained model: pass it as --init_from")
     if config.loss == "cross_entropy" and (flags.get("ngram_targets") or flags.get("mtp_weight")):
         raise ValueError("--ngram_targets and --mtp_weight need --loss extras.targets, which reads them")
-    if flags.get("min_lr", 0.0) > config.learning_rate:
-        raise ValueError(f"--min_lr {config.min_lr} is above --learning_rate {config.learning_rate}: lower it")
     if config.batch_size % WORLD_SIZE and not config.eval_only:
         raise ValueError(f"--batch_size {config.batch_size} is not divisible by {WORLD_SIZE} processes")
     return config
@@ -461,7 +448,7 @@ def lr_multiplier(step, config):
     """
     if not config.learning_rate:  # 0 turns Muon off too
         return 0.0
-    floor = min(1.0, config.min_lr / config.learning_rate)  # a recipe's min_lr may exceed the peak
+    floor = min(1.0, config.min_lr / config.learning_rate)  # a min_lr above the peak is a constant learning rate
     if step < config.warmup_iters:
         return (step + 1) / (config.warmup_iters + 1)
     if config.lr_decay == "none" or config.lr_stable_frac >= 1:
@@ -508,10 +495,8 @@ def read_checkpoint(init_from, out_dir, meta=None):
     if init_from == "scratch":
         return None
     path = out_dir / "last.pt" if init_from == "resume" else Path(init_from)
-    if EXTRAS.is_dir() or meta or (path / "config.json").exists():
-        checkpoint = extras("formats.checkpoint", f"--init_from {path}").load_checkpoint(path, meta)
-    else:
-        checkpoint = load_checkpoint(path)
+    formats = extras("formats.checkpoint", "--meta" if meta else None)  # it reads more formats than model.py
+    checkpoint = formats.load_checkpoint(path, meta) if formats else load_checkpoint(path)
     if init_from == "resume" and not {"config", "scaler", "seconds"} <= checkpoint.keys():
         raise ValueError(f"{path} is not a last.pt of this train.py: start a new run from it")
     return checkpoint
@@ -648,7 +633,7 @@ def main():
             if not (out_dir / "ckpt.pt").exists():  # then the next evaluation writes it again
                 run.best_val_loss = math.inf
                 run.evals_since_best = 0
-        if config.recipe == "modern" and not (EXTRAS.is_dir() or checkpoint or "loss" in flags):
+        if config.recipe == "modern" and not (extras("targets") or checkpoint or "loss" in flags):
             print("training without auxiliary targets, which need the folder extras: the val loss will end 0.04 higher")
         lock = begin_folder(out_dir, run.iter_num if resuming else -1) if RANK == 0 else nullcontext()
     except (ValueError, OSError) as error:
@@ -658,15 +643,12 @@ def main():
     content = getattr(training_loss, "saved", {}) | tokenizer.state_dict() | dict(data_sha256=meta["sha256"])
     content |= dict(model=model.state_dict(), model_args=asdict(model.config), config=vars(config))
     content["special_tokens"] = checkpoint.get("special_tokens") if checkpoint else None
-    weights_of_loss = {name: p for name, p in training_loss.state_dict().items() if not name.startswith("model.")}
 
     tokens_per_step = config.gradient_accumulation_steps * config.batch_size * config.block_size
-    how = f"preset {config.preset}, recipe {config.recipe}, on {WORLD_SIZE} x {device} in {dtype}"
-    shape = f"{config.n_layer} layers, {config.n_head} heads, {config.n_embd} wide, context {config.block_size}"
     size = f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters"
-    text = f"{tokens_per_step:,} {tokenizer.unit} from {meta.get('source')}"
-    steps = f"steps {run.iter_num}..{config.max_iters} of {text}"
-    print(f"{'resuming' if resuming else 'training'} {how}: {shape}, {size}; {steps}", flush=True)
+    how = f"preset {config.preset}, recipe {config.recipe}, {size}, on {WORLD_SIZE} x {device} in {dtype}"
+    steps = f"steps {run.iter_num}..{config.max_iters} of {tokens_per_step:,} {tokenizer.unit}"
+    print(f"{'resuming' if resuming else 'training'} {how}: {steps} from {meta.get('source')}", flush=True)
     if checkpoint and not resuming:
         print(f"starting at step 0 with the weights of {init_from}, but a new optimizer (resume continues a run)")
         run.best_val_loss = evaluate(model, val, eval_tokens, autocast)  # the starting weights may remain the best
@@ -761,8 +743,8 @@ def main():
             if evaluating and run.evals_since_best == 0:
                 save_checkpoint(out_dir / "ckpt.pt", content)
             if saving:
-                states = [optimizer.state_dict() for optimizer in optimizers]
-                more = dict(loss=weights_of_loss, optimizer=states, scaler=scaler.state_dict())
+                more = dict(optimizer=[optimizer.state_dict() for optimizer in optimizers], scaler=scaler.state_dict())
+                more["loss"] = {n: p for n, p in training_loss.state_dict().items() if not n.startswith("model.")}
                 save_checkpoint(out_dir / "last.pt", content | more)
             row_began = time.perf_counter()
 

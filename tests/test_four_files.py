@@ -25,7 +25,6 @@ NEED_EXTRAS = [
     "sample.py --prompt First --prompt another",
     "sample.py --prompt First --ckpt out/ckpt.pt --meta meta.pkl",
     "sample.py --prompt First --ckpt tokens/ckpt.pt",
-    "train.py --init_from folder",
     "train.py --init_from out/ckpt.pt --meta meta.pkl",
     "train.py --data_dir tokens",
     "train.py --loss extras.targets",
@@ -33,6 +32,7 @@ NEED_EXTRAS = [
 ]
 MISTAKES = [(command, "the folder extras of the repository", 1) for command in NEED_EXTRAS]
 MISTAKES += [("sample.py --ckpt folder", "no checkpoint at folder", 1)]
+MISTAKES += [("train.py --init_from folder", "no checkpoint at folder", 1)]
 MISTAKES += [(f"{name}.py --dataset x", "unrecognized arguments: --dataset x", 2) for name in ("train", "sample")]
 
 # one process for all commands, because most of the time of each would be the import of torch

@@ -31,6 +31,6 @@ def test_the_four_files_import_model_py_and_extras_alone():
     assert {name: ours(top(tree)) for name, tree in TREES.items()} == at_top
     assert {name: ours(ast.walk(tree)) for name, tree in TREES.items()} == at_top | {"prepare": {"extras"}}
     assert doors("model") == set()
-    both = {"cli", "hints", "formats.checkpoint"}
+    both = {"cli", "formats.checkpoint"}
     assert doors("sample") == both | {"formats.onnx", "decode.engine", "decode.explain", "decode.quantize"}
     assert doors("train") == both | {"targets", "formats.nanogpt", "formats.tokenizer"}

@@ -110,7 +110,7 @@ def test_a_run_has_the_network_of_its_preset_and_of_its_flags(data_dir, tmp_path
     assert {name.split(".")[2] for name in weights if ".h." in name} == {"0"}
     assert weights["transformer.wte.weight"].size(1) == 24
     line = result.stdout.splitlines()[0]
-    assert line.startswith("training preset lecture, recipe modern, on 1 x cpu in float32: 1 layers, 4 heads, 24 wide")
+    assert line.startswith("training preset lecture, recipe modern, 0.01M parameters, on 1 x cpu in float32")
     assert line.endswith(f"steps 0..1 of {16 * 32} characters from {SAMPLE}")  # batch_size and block_size of the preset
 
 

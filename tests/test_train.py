@@ -189,7 +189,6 @@ MISTAKES = [  # flags, and what the line says
         )
     ),
     ("--beta2 1", "Invalid beta parameter at index 1: 1.0"),
-    ("--learning_rate 0 --min_lr 1e-4", "--min_lr 0.0001 is above --learning_rate 0.0"),
     ("--loss cross_entropy --mtp_weight 0.3", "--ngram_targets and --mtp_weight need --loss extras.targets"),
     ("--threads -1", "--threads -1 is not a number from 0 to "),
     ("--out_dir train.py", "File exists: 'train.py'"),
