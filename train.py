@@ -22,7 +22,6 @@ import math
 import os
 import shlex
 import shutil
-import signal
 import sys
 import time
 from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
@@ -568,24 +567,6 @@ def begin_folder(out_dir, newest=-1):
     return lock
 
 
-def catch_signals():
-    """Return a list to which Ctrl-C and SIGTERM append their numbers, so that we can finish the current step.
-
-    A second Ctrl-C ends the process at once. A second SIGTERM does not, because `timeout` sends two.
-    """
-    received = []
-
-    def receive(signum, frame):
-        received.append(signum)
-        if signum == signal.SIGINT and not TORCHRUN:  # torchrun forwards a Ctrl-C that we have already received
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) != signal.SIG_IGN:  # jobs that a shell script starts with & ignore Ctrl-C
-            signal.signal(number, receive)
-    return received
-
-
 def main():
     """Train, or only evaluate. Returns the exit code."""
     if RANK:
@@ -659,7 +640,7 @@ def main():
     forward = torch.compile(training_loss) if config.compile else training_loss
     if WORLD_SIZE > 1:
         forward = DistributedDataParallel(forward)
-    signals = catch_signals()
+    signals = cli.catch_signals() if (cli := extras("cli")) else []  # Ctrl-C and SIGTERM finish and save the step
     stop = 0  # the signal that ends the run
     terminal = shutil.get_terminal_size()  # in a notebook it has size 0, and tqdm would show no bar
     fits = dict(ncols=terminal.columns, nrows=terminal.lines, mininterval=1)  # and it keeps every update

@@ -129,6 +129,24 @@ def run_script(main):
         fail("out of memory: take a smaller batch or a smaller model (train.py: --gradient_accumulation_steps)")
 
 
+def catch_signals():
+    """Return a list to which Ctrl-C and SIGTERM append their numbers, so that we can finish the current step.
+
+    A second Ctrl-C ends the process at once. A second SIGTERM does not, because `timeout` sends two.
+    """
+    received = []
+
+    def receive(signum, frame):
+        received.append(signum)
+        if signum == signal.SIGINT and "RANK" not in os.environ:  # torchrun forwards one that we have received
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:  # jobs that a shell script starts with & ignore Ctrl-C
+            signal.signal(number, receive)
+    return received
+
+
 def run_main(main):
     """Run the main() of a script in extras."""
     if code := run_script(main):  # a notebook reports even exit code 0

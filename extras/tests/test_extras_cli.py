@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from extras.cli import Parser, need
-from helpers import ROOT, assert_help, assert_one_line, here, run, unix
+from helpers import ROOT, assert_help, assert_one_line, here, ok, run, unix
 from model import PRETRAINED
 
 # -- arguments --------------------------------------------------------------------------------------------------------
@@ -173,3 +173,45 @@ def test_a_near_miss_is_one_line_with_the_way_out(command, hint, tmp_path):
     script, *words = (word.format(**places) for word in command.split())
     places |= {name: shlex.quote(str(places[name])) for name in ("spaces", "file", "text")}  # in the hint
     assert_one_line(here(*words, script=script), hint.format(**places))
+
+
+# -- signals of train.py -----------------------------------------------------------------------------------------------
+
+SIGNALS = """
+import os, signal
+from extras.cli import catch_signals
+
+received = catch_signals()
+print(received, flush=True)
+for _ in range(2):
+    os.kill(os.getpid(), signal.{name})
+    print(received == [signal.{name}] * len(received), len(received), flush=True)
+"""
+
+
+@unix
+@pytest.mark.parametrize(
+    "name, survives", [("SIGINT", False), pytest.param("SIGTERM", True, marks=pytest.mark.slow)]
+)  # `timeout` sends SIGTERM twice
+def test_a_run_polls_the_first_signal_and_a_second_ctrl_c_ends_it_at_once(name, survives):
+    result = run("-c", SIGNALS.format(name=name))
+    said, code = ["[]", "True 1", "True 2"], -getattr(signal, name)
+    expected = (0, said) if survives else (code, said[:2])
+    assert (result.returncode, result.stdout.splitlines()) == expected
+    assert result.stderr.endswith("KeyboardInterrupt\n" if not survives else "")
+
+
+IGNORED = """
+import os, signal
+from extras.cli import catch_signals
+
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+received = catch_signals()
+os.kill(os.getpid(), signal.SIGINT)
+print(received)
+"""
+
+
+@unix
+def test_a_run_that_a_shell_script_starts_in_the_background_goes_on_ignoring_ctrl_c():
+    assert ok(run("-c", IGNORED)).stdout == "[]\n"

@@ -20,7 +20,21 @@ import pytest
 import torch
 
 import model
-from helpers import ONE_THREAD, ROOT, STATEFUL, assert_same_run, here, load, log, ok, progress, run, same, unix
+from helpers import (
+    ONE_THREAD,
+    ROOT,
+    STATEFUL,
+    assert_same_run,
+    here,
+    load,
+    log,
+    needs_extras,
+    ok,
+    progress,
+    run,
+    same,
+    unix,
+)
 
 FLAGS = "--n_layer 1 --n_head 2 --n_embd 16 --block_size 16 --batch_size 2 --device cpu --dropout 0.1".split()
 FLAGS += "--gradient_accumulation_steps 2 --warmup_iters 3 --recipe nanogpt --optimizer muon".split()
@@ -133,6 +147,7 @@ def test_a_run_killed_before_anything_it_does_resumes_to_the_same_run_and_log(fl
         assert_undisturbed(whole, out)
 
 
+@needs_extras
 def test_a_run_stopped_by_a_signal_at_any_time_resumes_to_the_same_run(whole, go, tmp_path):
     out_dir, events = whole
     for n in range(len(events)):
