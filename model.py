@@ -354,7 +354,7 @@ class GPT(nn.Module):
         raise ValueError(f"pos is {pos}, but {why}: start at position 0")
 
     def hidden_states(self, idx, pos=None, cache=None):
-        """Return `(B, T, C)`: all of the network but lm_head. The arguments are those of forward."""
+        """Return `(B, T, C)`: all of the network but lm_head. As forward, but pos alone makes no cache."""
         T = idx.size(1)
         if not 1 <= T <= self.config.block_size:
             raise ValueError(f"{T} positions; this model accepts 1 to {self.config.block_size} (block_size)")
@@ -406,7 +406,9 @@ def generate(model, idx, max_new_tokens, sampling, kv_cache=True, cache=None):
     """
     block_size = model.config.block_size
     num_new = sampling.num_new_tokens(idx.size(1), max_new_tokens, block_size)
-    if kv_cache and cache is None:
+    if not kv_cache:
+        cache = None
+    elif cache is None:
         cache = model.new_cache(len(idx), idx.size(1) + num_new)
     for noise in sampling.noise(len(idx), num_new, model.config.vocab_size, idx.device):
         if model.training:
@@ -638,19 +640,15 @@ def find_checkpoint(path=None):
     return folder if path else PRETRAINED
 
 
-def in_one_line(error):
-    """Return how the message of an error begins: torch adds pages of advice."""
-    return " ".join(str(error).split()).partition(". ")[0][:200] or repr(error)
-
-
 @contextmanager
 def reading(path):
     """Turn any error inside the block into a ValueError of one line, which says that the file is damaged."""
     try:
         yield
-    except Exception as error:  # damaged content can raise anything
-        found = re.search(r"GLOBAL (\S+) was not", str(error))
-        why = f"it contains {found[1]}, which could run code" if found else in_one_line(error)
+    except Exception as error:  # damaged content can raise anything, and torch adds pages of advice
+        why = " ".join(str(error).split()).partition(". ")[0][:200] or repr(error)
+        if found := re.search(r"GLOBAL (\S+) was not", str(error)):
+            why = f"it contains {found[1]}, which could run code"
         raise ValueError(f"{path} is damaged, or not a checkpoint of a GPT: {why}") from None
 
 
@@ -719,14 +717,12 @@ def require(settings, name, condition, why):
         raise ValueError(f"{name}={getattr(settings, name)!r}: {why}")
 
 
-EXTRAS = Path(__file__).resolve().parent / "extras"
-
-
 def extras(module, what=None):
     """Import a module of the folder extras. Without the folder, return None, or raise ValueError if `what` needs it."""
-    if what and not EXTRAS.is_dir():
+    found = (Path(__file__).resolve().parent / "extras").is_dir()
+    if what and not found:
         raise ValueError(f"{what} needs the folder extras of the repository, next to model.py")
-    return importlib.import_module(f"extras.{module}") if EXTRAS.is_dir() else None
+    return importlib.import_module(f"extras.{module}") if found else None
 
 
 def pick_device(name):
@@ -737,5 +733,5 @@ def pick_device(name):
         torch.zeros(1, device=name).tolist()
     except Exception as error:  # every backend raises its own kind
         kinds = "pass cpu, cuda (an NVIDIA GPU) or mps (the GPU of a Mac)"
-        raise ValueError(f"--device {name} cannot be used here: {kinds} ({in_one_line(error)})") from None
+        raise ValueError(f"--device {name} cannot be used here: {kinds} ({str(error).partition('. ')[0]})") from None
     return torch.device(name)

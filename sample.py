@@ -32,7 +32,7 @@ GPU_STEP = 2**23  # multiply-adds; with more, an H100, which waits for Python, i
 
 
 class Text:
-    """A prompt and its continuation.
+    """A prompt and its continuation. str() is the text.
 
     prompt, new  tokens: those of the prompt, and those after it, including those of a stop string
     text         their text, up to the first stop string in the continuation
@@ -54,6 +54,9 @@ class Text:
         self.shown = 0  # characters that new_piece has returned
         self.stop = re.compile("|".join(map(tokenizer.stop_pattern, stops))) if stops else None
         self.longest_stop = max(map(len, stops), default=0)
+
+    def __str__(self):
+        return self.text
 
     def add(self, token):
         """Append a token, unless a stop string has ended the text, or the token is -1, which is padding."""
@@ -91,7 +94,7 @@ def generate_texts(
     on_text=None,
     **sampling,
 ):
-    """Return the texts that sample.py prints, a list of num_samples texts for each prompt.
+    """Return what sample.py prints: for each prompt, a list of num_samples Texts.
 
     model, tokenizer  from load_model
     prompts           a list of strings, which may differ in length with the folder extras
@@ -99,8 +102,8 @@ def generate_texts(
     stop              strings; a text ends just before the first of them
     kv_cache          False: recompute everything for every token
     draft, compile    "ngram" and True: the same texts, faster, with the folder extras
-    on_text           on_text(row, piece) gets each text as it arrives; rows are the samples of the first prompt, then
-                      those of the next
+    on_text           on_text(row, piece) gets each text as it arrives: its prompt, then what each step adds, which may
+                      be "". Rows are the samples of the first prompt, then those of the next
     sampling          fields of Sampling: temperature, top_k, top_p, seed, overflow
     Raises ValueError for impossible requests, and FloatingPointError for logits that are infinite or NaN.
     """
@@ -112,41 +115,35 @@ def generate_texts(
     rows = [Text(ids, tokenizer, stop) for ids in encoded for _ in range(num_samples)]
     if not rows:
         return [[] for _ in prompts]
-    for pieces in continue_texts(model, rows, max_new_tokens, sampling, kv_cache, draft, compile):
-        for i, piece in enumerate(pieces):
-            if on_text and piece:
-                on_text(i, piece)
-    return [[row.text for row in rows[i : i + num_samples]] for i in range(0, len(rows), num_samples)]
-
-
-def continue_texts(model, rows, max_new_tokens, sampling, kv_cache, draft, compile):
-    """Append new tokens to rows, a list of Texts, and yield a new piece of text of each, again and again.
-
-    The first pieces are the prompts, once the engine is ready. Then come those of each block of tokens, and at the end
-    what was held back. Raises ValueError, also for a prompt that leaves no space in the context.
-    """
     block_size = model.config.block_size
     longest = max(len(row.prompt) for row in rows)
     if sampling.overflow == "stop" and longest >= block_size:
         hint = f"use at most {block_size - 1}, or overflow slide, which keeps the newest {max(1, block_size // 2)}"
-        raise ValueError(f"the prompt has {longest} {rows[0].tokenizer.unit}, which fill the context: {hint}")
+        raise ValueError(f"the prompt has {longest} {tokenizer.unit}, which fill the context: {hint}")
     if max_new_tokens is None:
         max_new_tokens = 1000 if sampling.overflow == "slide" else block_size
+
+    def show(final=False):
+        for i, row in enumerate(rows):
+            piece = row.new_piece(final)
+            if on_text:
+                on_text(i, piece)
+
     all_threads = torch.get_num_threads()
     try:
-        if draft or compile or len({len(row.prompt) for row in rows}) > 1:
+        if draft or compile or len(set(map(len, encoded))) > 1:
             engine = extras("decode.engine", "--draft, --compile or a batch of prompts of different lengths")
             blocks = engine.open_engine(model, rows, max_new_tokens, sampling, kv_cache, draft, compile)
         else:
             torch.set_num_threads(num_threads(model, len(rows) * (1 if kv_cache else block_size)))
             idx = torch.tensor([row.prompt for row in rows], device=model.device)
             blocks = generate(model, idx, max_new_tokens, sampling, kv_cache)
-        yield [row.new_piece() for row in rows]
+        show()  # the prompts, now that the engine is ready
         for block in blocks:
             for row, tokens in zip(rows, block.tolist()):  # waits for the device
                 for token in tokens:
                     row.add(token)
-            yield [row.new_piece() for row in rows]
+            show()
             if all(row.ended for row in rows):
                 break
     finally:
@@ -155,7 +152,8 @@ def continue_texts(model, rows, max_new_tokens, sampling, kv_cache, draft, compi
         asked = sampling.num_new_tokens(len(row.prompt), max_new_tokens, block_size)
         if len(row.new) < asked and not row.ended:
             raise RuntimeError(f"a text ended after {len(row.new)} of {asked} new tokens")
-    yield [row.new_piece(final=True) for row in rows]
+    show(final=True)
+    return [rows[i : i + num_samples] for i in range(0, len(rows), num_samples)]
 
 
 def note(message):
@@ -163,7 +161,7 @@ def note(message):
 
 
 def report(args, model, rows, times):
-    """Write time and memory to stderr. times: seconds until the engine was ready, until each block, and at the end."""
+    """Write time and memory to stderr. rows: Texts. times: as in main."""
     ready, first, *_, end = times
     new = [len(row.new) for row in rows]
     line = f"{sum(new)} tokens: TTFT {(first - ready) * 1e3:.2f} ms, "  # time to first token, and per output token
@@ -342,7 +340,14 @@ def put_on_device(model, args):
 def main():
     args = parse_args()
     settings = {f.name: getattr(args, f.name) for f in fields(Sampling) if hasattr(args, f.name)}
-    times = []
+    times = []  # seconds until the engine was ready, until each block, and at the end
+
+    def on_text(row, piece):
+        if row == 0:  # the first text appears as it arrives, and the others at the end
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+            times.append(time.perf_counter() - began)
+
     try:
         model, tokenizer = open_model(args)
         if args.weights == "int8":
@@ -352,14 +357,11 @@ def main():
         sampling = Sampling(samples=list(range(args.num_samples)) * len(args.prompt), **settings)
         if args.explain:
             return extras("decode.explain", "--explain").explain_flags(model, tokenizer, args, sampling)
-        encoded = [tokenizer.encode(prompt or tokenizer.default_prompt) for prompt in args.prompt]
-        rows = [Text(ids, tokenizer, args.stop) for ids in encoded for _ in range(args.num_samples)]
+        how = dict(kv_cache=args.kv_cache, draft=args.draft, compile=args.compile, on_text=on_text, **settings)
+        how |= dict(num_samples=args.num_samples, stop=args.stop)
         began = time.perf_counter()
-        how = (args.kv_cache, args.draft, args.compile)
-        for pieces in continue_texts(model, rows, args.max_new_tokens, sampling, *how):
-            sys.stdout.write(pieces[0])  # the first text appears as it arrives, and the others at the end
-            sys.stdout.flush()
-            times.append(time.perf_counter() - began)
+        texts = generate_texts(model, tokenizer, args.prompt, args.max_new_tokens, **how)
+        rows = [row for samples in texts for row in samples]
     except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"sample.py: {error}")
     sys.stdout.write("".join(SEPARATOR + row.text for row in rows[1:]) + ("\n" if sys.stdout.isatty() else ""))

@@ -186,8 +186,9 @@ def make_config(flags, checkpoint=None, on_gpu=False):
         network = asdict(GPTConfig(**checkpoint["model_args"]))  # files from elsewhere have only some of the fields
         saved = {name: value for name, value in network.items() if name in FLAGS and name != "dropout"}
     fixed = {*saved, "preset", "recipe", "loss", "mtp_weight", "optimizer"}  # what the saved tensors depend on
-    if resuming:  # the folder may have a new name
-        saved |= {name: value for name, value in checkpoint["config"].items() if name in FLAGS and name != "out_dir"}
+    if resuming:  # the folder may have a new name, and torchrun sets its own number of threads
+        new = {"out_dir", "threads"} if WORLD_SIZE > 1 else {"out_dir"}
+        saved |= {name: value for name, value in checkpoint["config"].items() if name in FLAGS.keys() - new}
     for name in sorted(flags.keys() & saved.keys() & fixed):
         shrinks = name == "block_size" and not resuming and flags[name] < saved[name]
         if flags[name] != saved[name] and not shrinks:
@@ -285,7 +286,7 @@ def get_batch(ids, config, number, device, rank=RANK, world_size=WORLD_SIZE):
 class TrainingLoss(nn.Module):
     """What a step minimizes: cross-entropy. --loss can name a module with a TrainingLoss of its own.
 
-    It may have weights of its own, and an attribute `saved`, a dict to add to every checkpoint.
+    It keeps the GPT as `model`, and may have weights of its own, and `saved`, a dict to add to every checkpoint.
     """
 
     def __init__(self, model, config, ids):
@@ -465,7 +466,7 @@ def lr_multiplier(step, config):
 
 def set_up_device(config):
     """Return the device of this process and the dtype of the forward, a name. Raises ValueError."""
-    if WORLD_SIZE == 1:  # saved for a resume, because it changes how sums round; torchrun chooses for itself
+    if WORLD_SIZE == 1:  # saved for a resume, because it changes how sums round
         config.threads = config.threads or torch.get_num_threads()
     if config.threads:
         torch.set_num_threads(min(config.threads, 1024))  # OpenMP crashes with too many
@@ -522,6 +523,7 @@ def make_model(config, checkpoint, tokenizer, ids):
         hint = f"python data/prepare.py --input FILE --tokenizer {config.meta or checkpoint['path']} --data_dir FOLDER"
         raise ValueError(f"the {tokenizer.unit} of the text are not those of the model in {checkpoint['path']}: {hint}")
     model_args = checkpoint["model_args"] | dict(block_size=config.block_size, dropout=config.dropout)
+    GPTConfig(**model_args)  # raises ValueError for a wrong flag, before build_model would blame the file
     weights = dict(checkpoint["model"])
     positions = "transformer.wpe.weight"
     if positions in weights:  # a shorter context uses the first rows
@@ -655,10 +657,9 @@ def main():
     with lock, bar:
         while run.iter_num < config.max_iters and run.evals_since_best < patience and not stop:
             # forward and backward
+            left = torch.tensor(max(0.0, 1 - run.iter_num / decay_iters), dtype=torch.float64)
             for micro_step in range(micro_steps):
-                number = run.iter_num * micro_steps + micro_step
-                x, y, where = get_batch(train, config, number, device)
-                left = torch.tensor(max(0.0, 1 - run.iter_num / decay_iters), dtype=torch.float64)
+                x, y, where = get_batch(train, config, run.iter_num * micro_steps + micro_step, device)
                 if config.dropout:  # like the batches, the masks depend only on the seed and the step
                     entropy = (config.seed, run.iter_num, micro_step, RANK)
                     torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1)[0]))

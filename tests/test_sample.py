@@ -12,7 +12,7 @@ import torch
 import model
 from helpers import PROMPT, ROOT, assert_one_line, here, ok, sample, save_model, texts_of, tiny, unix
 from model import PRETRAINED, KVCache, Sampling, load_model
-from sample import SEPARATOR, Text, continue_texts, generate_texts, report, verify
+from sample import SEPARATOR, generate_texts, report, verify
 
 
 @pytest.mark.parametrize("flag", ["--kv_cache", "--no-kv_cache"])
@@ -139,10 +139,8 @@ def test_a_text_that_ends_early_is_noticed(flags, tmp_path, monkeypatch):
 
 def run_of(gpt, tokenizer):
     """A run, as arguments of verify: the model, the texts, a Sampling, the cache."""
-    sampling = Sampling(seed=3, samples=[0])
-    rows = [Text(tokenizer.encode("O Romeo, "), tokenizer)]
-    list(continue_texts(gpt, rows, 40, sampling, True, None, False))
-    return gpt, rows, sampling, gpt.kv_cache
+    [rows] = generate_texts(gpt, tokenizer, ["O Romeo, "], 40, seed=3)
+    return gpt, rows, Sampling(seed=3, samples=[0]), gpt.kv_cache
 
 
 @pytest.mark.parametrize("kind", ["key_cache", "value_cache"])
@@ -195,7 +193,7 @@ def test_generate_texts_returns_what_sample_py_prints():
         on_text=lambda row, piece: pieces.setdefault(row, []).append(piece),
     )
     assert [len(samples) for samples in texts] == [2, 2]
-    flat = [text for samples in texts for text in samples]
+    flat = [str(text) for samples in texts for text in samples]
     assert SEPARATOR.join(flat) == printed
     assert ["".join(pieces[row]) for row in range(4)] == flat and len(pieces[0]) > 9
 
@@ -203,7 +201,7 @@ def test_generate_texts_returns_what_sample_py_prints():
 def test_stop_strings_may_be_any_iterable_and_no_prompts_are_no_texts():
     gpt, tokenizer = load_model(PRETRAINED)
     [[text]] = generate_texts(gpt, tokenizer, ["O Romeo, "], 40, seed=1, stop=(stop for stop in ["e"]))
-    assert "e" not in text.removeprefix("O Romeo, ")
+    assert "e" not in text.text.removeprefix("O Romeo, ")
     assert generate_texts(gpt, tokenizer, []) == [] and generate_texts(gpt, tokenizer, ["O"], num_samples=0) == [[]]
     for wrong in (dict(prompts="O Romeo"), dict(prompts=["O"], stop="the")):
         with pytest.raises(TypeError, match="prompts and stop are lists of strings"):

@@ -38,7 +38,7 @@ REPEATED = {
     "GPT.forward": ("2ff02d1c0f5c7f49", "work, plan", "logits"),
     "GPT.hidden_states": ("80cfd8fa183abbda", "forward", "logits"),
     "GPT.new_cache": ("1910467ae981b3dc", "work", "stream"),
-    "generate": ("fbe400a0157215eb", "work", "stream"),
+    "generate": ("90b74c355c9ffc65", "work", "stream"),
     "slide": ("049db06ee8ef579a", "work", None),
     "require_finite": ("464a1483c98e6c2b", "sample_token", None),
     "sample_token": ("6c2375f195acf9ed", "sample_token", None),

@@ -11,7 +11,7 @@ from extras.decode.cuda_graph import GraphedGPT
 from extras.decode.engine import NUM_DRAFTS, Decoder, open_engine
 from helpers import CONTEXT, MODELS, V, num_threads, prompts, random_model
 from model import CharTokenizer, Sampling
-from sample import Text, continue_texts, generate_texts, verify
+from sample import Text, generate_texts, verify
 
 TOKENIZER = CharTokenizer("".join(chr(ord("a") + i) for i in range(V)))
 STEPS = 9
@@ -19,20 +19,22 @@ SAMPLING = Sampling(seed=3, temperature=1.0, samples=[0, 0])
 
 
 def engine(draft=None, compile=False):
-    def run(model, rows):
-        for _ in continue_texts(model, rows, STEPS, SAMPLING, True, draft, compile):
-            pass
+    def run(model, prompts):
+        texts = generate_texts(model, TOKENIZER, prompts, STEPS, seed=3, temperature=1.0, draft=draft, compile=compile)
+        return [row for [row] in texts]
 
     return run
 
 
-def cuda_graph(model, rows):
+def cuda_graph(model, prompts):
     """As sample.py --compile on a GPU. Here, its steps are launched one by one."""
+    rows = [Text(TOKENIZER.encode(prompt), TOKENIZER) for prompt in prompts]
     graphed = GraphedGPT(model, len(rows), CONTEXT, SAMPLING)
     for block in graphed.stream(torch.tensor([row.prompt for row in rows]), STEPS):
         for row, tokens in zip(rows, block.tolist()):
             for token in tokens:
                 row.add(token)
+    return rows
 
 
 ENGINES = {
@@ -51,9 +53,7 @@ def ran(request):
     run, texts = request.param
     model = random_model(MODELS[9].config)
     model.ngrams = NGRAMS
-    rows = [Text(TOKENIZER.encode(text), TOKENIZER) for text in texts]
-    run(model, rows)
-    return model, rows
+    return model, run(model, texts)
 
 
 @pytest.mark.parametrize("row", [0, 1])
@@ -76,9 +76,9 @@ def test_a_run_that_a_stop_string_ends_leaves_a_cache_to_continue(how):
     """An engine may have gone on after it: what it fed there does not count."""
     model = random_model(MODELS[9].config)
     model.ngrams = NGRAMS
-    assert generate_texts(model, TOKENIZER, ["abc"], 0, **how) == [["abc"]]
-    [[text]] = generate_texts(model, TOKENIZER, ["abc"], seed=1, temperature=1.0)
-    [[said]] = generate_texts(model, TOKENIZER, ["abc"], stop=[text[6]], seed=1, temperature=1.0, **how)
+    assert generate_texts(model, TOKENIZER, ["abc"], 0, **how)[0][0].text == "abc"
+    text = str(generate_texts(model, TOKENIZER, ["abc"], seed=1, temperature=1.0)[0][0])
+    said = str(generate_texts(model, TOKENIZER, ["abc"], stop=[text[6]], seed=1, temperature=1.0, **how)[0][0])
     assert said == text[: text.index(text[6], 3)]
     assert ("draft" in how) == hasattr(model.kv_cache, "drafts")  # for the report of sample.py
     asked = torch.tensor([TOKENIZER.encode(text[: len(said) + 1] + "d")])  # the stop string, and a question

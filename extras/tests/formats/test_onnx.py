@@ -19,7 +19,7 @@ from extras.formats.compare import compare_with_pytorch, own_text
 from extras.formats.onnx import OnnxGPT, compare_onnx, write_onnx
 from helpers import CHARS, SIZE, ok, run, same, tiny, unix
 from model import Sampling, generate
-from sample import Text, continue_texts, verify
+from sample import generate_texts, verify
 
 CONTEXT = SIZE["block_size"]
 NETWORKS = {
@@ -192,8 +192,7 @@ def test_verify_sees_one_damaged_slot_of_the_cache_that_the_run_has_left(exporte
     model, file, _ = exported
     engine = OnnxGPT(file)
     sampling = Sampling(seed=1, samples=[0, 0])
-    rows = [Text(TOKENIZER.encode(prompt), TOKENIZER) for prompt in ("abc", "cab")]
-    list(continue_texts(engine, rows, 9, sampling, True, None, False))
+    rows = [row for [row] in generate_texts(engine, TOKENIZER, ["abc", "cab"], 9, seed=1)]
     run = (model, rows, sampling, engine.kv_cache)
     assert verify(*run) == 0 and "verify: OK" in capsys.readouterr().err
     value = engine.kv_cache.past[3].numpy().copy()
