@@ -24,6 +24,7 @@ except ModuleNotFoundError as error:
 
 from model import Sampling, extras, generate, load_model, near_tie, num_threads, pick_device, sample_token, slide
 
+cli = extras("cli")  # hints, a quiet Ctrl-C, UTF-8 on Windows; None without the folder
 SEPARATOR = "\n---------------\n"  # between samples
 FAR = 1e-2  # two logits, keys or values that differ by this much differ by more than rounding
 GPU_STEP = 2**23  # multiply-adds; with more, an H100, which waits for Python, is faster than two CPU cores
@@ -257,7 +258,7 @@ BOOLEAN = dict(type=boolean, nargs="?", const=True, metavar="True|False")  # a f
 
 def parse_args():
     plain = dict(description=__doc__, usage=SUPPRESS, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser = cli.Parser(__doc__) if (cli := extras("cli")) else ArgumentParser(**plain)  # the former also gives hints
+    parser = cli.Parser(__doc__) if cli else ArgumentParser(**plain)  # the former also gives hints
     add = parser.add_argument
     # text and cache
     add("--prompt", "--start", type=read_prompt, action="append", help="text, or FILE:path; repeat for a batch")
@@ -374,6 +375,5 @@ def main():
 
 
 if __name__ == "__main__":
-    cli = extras("cli")  # the same with it, but Ctrl-C is quiet, and Windows consoles print UTF-8
     if code := cli.run_script(main) if cli else main():  # a notebook reports even exit code 0
         sys.exit(code)

@@ -40,18 +40,9 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"train.py: {error}: activate the environment, or install it as README.md says")
 
-from model import (
-    GPT,
-    CharTokenizer,
-    GPTConfig,
-    build_model,
-    extras,
-    load_checkpoint,
-    pick_device,
-    reading,
-    save_checkpoint,
-    write_atomically,
-)
+from model import GPT, CharTokenizer, GPTConfig, build_model, extras, load_checkpoint, pick_device, save_checkpoint
+
+cli = extras("cli")  # hints, signals, locks, one line for a full disk; None without the folder
 
 # torchrun starts several processes. Each runs all of this file, but only rank 0 prints and writes files.
 TORCHRUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys()
@@ -158,7 +149,7 @@ def boolean(text):
 def parse_flags():
     """Return {name: value} of the flags on the command line. make_config fills in the rest."""
     plain = dict(description=__doc__, usage=SUPPRESS, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser = cli.Parser(__doc__) if (cli := extras("cli")) else ArgumentParser(**plain)  # the former also gives hints
+    parser = cli.Parser(__doc__) if cli else ArgumentParser(**plain)  # the former also gives hints
     for name, (default, help, *choices) in FLAGS.items():
         options = dict(type=type(default), choices=choices or None)
         if type(default) is bool:  # a flag that may stand alone
@@ -532,14 +523,13 @@ def make_model(config, checkpoint, tokenizer, ids):
 
 
 def resume(checkpoint, training_loss, optimizers, scaler):
-    """Restore everything in last.pt but the weights of the model. Raises ValueError if it does not fit."""
-    with reading(checkpoint["path"]):
-        training_loss.load_state_dict(training_loss.model.state_dict(prefix="model.") | checkpoint["loss"])
-        for optimizer, state in zip(optimizers, checkpoint["optimizer"], strict=True):
-            # our own settings, because a resume may change --weight_decay or --beta2
-            optimizer.load_state_dict(state | dict(param_groups=optimizer.state_dict()["param_groups"]))
-        if checkpoint["scaler"]:
-            scaler.load_state_dict(checkpoint["scaler"])
+    """Restore everything in last.pt but the weights of the model."""
+    training_loss.load_state_dict(training_loss.model.state_dict(prefix="model.") | checkpoint["loss"])
+    for optimizer, state in zip(optimizers, checkpoint["optimizer"], strict=True):
+        # our own settings, because a resume may change --weight_decay or --beta2
+        optimizer.load_state_dict(state | dict(param_groups=optimizer.state_dict()["param_groups"]))
+    if checkpoint["scaler"]:
+        scaler.load_state_dict(checkpoint["scaler"])
 
 
 def begin_folder(out_dir, newest=-1):
@@ -551,7 +541,7 @@ def begin_folder(out_dir, newest=-1):
     log = out_dir / "log.csv"
     files = [log, out_dir / "ckpt.pt", out_dir / "last.pt"]
     out_dir.mkdir(parents=True, exist_ok=True)
-    lock = cli.lock_folder(out_dir) if (cli := extras("cli")) else nullcontext()
+    lock = cli.lock_folder(out_dir) if cli else nullcontext()
     if newest < 0 and any(file.exists() for file in files[1:]):
         previous = next(p for n in itertools.count(1) if not (p := out_dir / f"previous-{n}").exists())
         previous.mkdir()
@@ -565,7 +555,8 @@ def begin_folder(out_dir, newest=-1):
         step = row.split(b",")[0]
         if row.endswith(b"\n") and step.isdigit() and int(step) <= newest:
             kept.append(row)
-    write_atomically(log, kept)
+    (out_dir / ".log.csv").write_bytes(b"".join(kept))
+    os.replace(out_dir / ".log.csv", log)
     return lock
 
 
@@ -642,7 +633,7 @@ def main():
     forward = torch.compile(training_loss) if config.compile else training_loss
     if WORLD_SIZE > 1:
         forward = DistributedDataParallel(forward)
-    signals = cli.catch_signals() if (cli := extras("cli")) else []  # Ctrl-C and SIGTERM finish and save the step
+    signals = cli.catch_signals() if cli else []  # Ctrl-C and SIGTERM finish and save the step
     stop = 0  # the signal that ends the run
     terminal = shutil.get_terminal_size()  # in a notebook it has size 0, and tqdm would show no bar
     fits = dict(ncols=terminal.columns, nrows=terminal.lines, mininterval=1)  # and it keeps every update
@@ -747,7 +738,6 @@ def main():
 
 
 if __name__ == "__main__":
-    cli = extras("cli")  # the same with it, but a full disk is one line, and a busy machine slows us less
     code = cli.run_script(main) if cli else main()
     if WORLD_SIZE > 1:
         dist.barrier()

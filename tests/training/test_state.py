@@ -189,8 +189,6 @@ def test_a_loss_that_is_not_there_is_one_line(name, data_dir, tmp_path):
     "change",
     [
         {"optimizer": []},
-        {"optimizer": [{}, {}]},
-        {"loss": {"no": torch.ones(1)}},
         {"config": {}},
         {"model_args": {"head_size": 4}},
     ],
