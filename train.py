@@ -198,6 +198,8 @@ def make_config(flags, checkpoint=None, on_gpu=False):
         raise ValueError("--preset finetune, --eval_only and --meta need a trained model: pass it as --init_from")
     if config.loss == "cross_entropy" and (flags.get("ngram_targets") or flags.get("mtp_weight")):
         raise ValueError("--ngram_targets and --mtp_weight need --loss extras.targets, which reads them")
+    if flags.get("min_lr", 0.0) > config.learning_rate:
+        raise ValueError(f"--min_lr {config.min_lr} is above --learning_rate {config.learning_rate}: lower it")
     if config.batch_size % WORLD_SIZE and not config.eval_only:
         raise ValueError(f"--batch_size {config.batch_size} is not divisible by {WORLD_SIZE} processes")
     return config
@@ -439,7 +441,7 @@ def lr_multiplier(step, config):
     """
     if not config.learning_rate:  # 0 turns Muon off too
         return 0.0
-    floor = min(1.0, config.min_lr / config.learning_rate)  # a min_lr above the peak is a constant learning rate
+    floor = min(1.0, config.min_lr / config.learning_rate)  # a recipe's min_lr may exceed the peak
     if step < config.warmup_iters:
         return (step + 1) / (config.warmup_iters + 1)
     if config.lr_decay == "none" or config.lr_stable_frac >= 1:
@@ -523,11 +525,14 @@ def make_model(config, checkpoint, tokenizer, ids):
 
 
 def resume(checkpoint, training_loss, optimizers, scaler):
-    """Restore everything in last.pt but the weights of the model."""
+    """Restore everything in last.pt but the weights of the model. Raises ValueError if shapes do not fit."""
     training_loss.load_state_dict(training_loss.model.state_dict(prefix="model.") | checkpoint["loss"])
     for optimizer, state in zip(optimizers, checkpoint["optimizer"], strict=True):
         # our own settings, because a resume may change --weight_decay or --beta2
         optimizer.load_state_dict(state | dict(param_groups=optimizer.state_dict()["param_groups"]))
+        for p, tensors in optimizer.state.items():  # a fused optimizer trusts them
+            if any(x.shape not in ((), p.shape) for x in tensors.values()):
+                raise ValueError(f"{checkpoint['path']} is damaged: the state of an optimizer does not fit the weights")
     if checkpoint["scaler"]:
         scaler.load_state_dict(checkpoint["scaler"])
 

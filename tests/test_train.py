@@ -175,6 +175,7 @@ DAMAGE = [  # a file of the data, how it changes, and what the line says
     ("val.bin", lambda raw: raw[:-2], "(val has changed): run python data/prepare.py"),
 ]
 MISTAKES = [  # flags, and what the line says
+    ("--learning_rate 0 --min_lr 1e-4", "--min_lr 0.0001 is above --learning_rate 0.0"),
     ("--block_size 100000", "for validation, but we need 100001 and 2: use longer text or a smaller --block_size"),
     ("--n_embd 65 --n_head 4", "n_head=4: must be a divisor of n_embd=65"),
     ("--dtype float16", "--dtype float16 needs CUDA to train"),

@@ -198,6 +198,15 @@ def test_states_that_do_not_fit_are_refused_before_anything_moves(change, out):
     assert_refused(out)
 
 
+def test_moments_of_another_shape_are_refused(out):
+    """A fused AdamW would read and write beyond them."""
+    last = load(out / "last.pt")
+    state = last["optimizer"][0]["state"][0]
+    state["exp_avg"] = state["exp_avg"].flatten()[1:]
+    torch.save(last, out / "last.pt")
+    assert_refused(out, words=["the state of an optimizer does not fit the weights"])
+
+
 def test_a_resume_of_nothing_is_refused(tmp_path):
     assert_refused(tmp_path / "nowhere", words=[f"no checkpoint at {tmp_path / 'nowhere' / 'last.pt'}"])
 
