@@ -11,13 +11,13 @@ size), V = vocab_size.
 import importlib
 import io
 import math
+import operator
 import os
 import re
 import zipfile
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from operator import index
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +27,11 @@ from torch.nn import functional as F
 
 # MLP activations: exact GELU, GPT-2's tanh approximation of it, and the SiLU of SwiGLU (Shazeer 2020, arXiv:2002.05202)
 ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "swiglu": F.silu}
+
+
+def require(settings, name, condition, why):
+    if not condition:
+        raise ValueError(f"{name}={getattr(settings, name)!r}: {why}")
 
 
 @dataclass
@@ -461,13 +466,13 @@ class Sampling:
     top_k: int | None = None
     top_p: float | None = None
     seed: int | None = None
-    samples: object = None
+    samples: list | None = None
     overflow: str = "stop"
 
     def __post_init__(self):
         if self.seed is None:
             self.seed = torch.randint(2**63 - 1, ())
-        self.seed = index(self.seed)  # as a plain int, because NumPy's would overflow in gumbel_noise
+        self.seed = operator.index(self.seed)  # as a plain int, because NumPy's would overflow in gumbel_noise
         require(self, "temperature", 0 <= self.temperature < 1e30, "must be at least 0 and below 1e30")
         require(self, "top_k", self.top_k is None or 1 <= self.top_k < 2**63, "must be at least 1 and below 2**63")
         require(self, "top_p", self.top_p is None or 0 < self.top_p <= 1, "must be above 0 and at most 1")
@@ -705,16 +710,11 @@ def load_model(path):
     checkpoint = load_checkpoint(path)
     if "chars" not in checkpoint:
         hint = "other tokens, and nanoGPT's with --meta, need extras/formats/checkpoint.py"
-        raise ValueError(f"{path} has no characters: {hint}, in the folder extras of the repository")
+        raise ValueError(f"{checkpoint['path']} has no characters: {hint}, in the folder extras of the repository")
     return build_model(checkpoint).eval(), CharTokenizer(checkpoint["chars"])
 
 
 # -- helpers -----------------------------------------------------------------------------------------------------------
-
-
-def require(settings, name, condition, why):
-    if not condition:
-        raise ValueError(f"{name}={getattr(settings, name)!r}: {why}")
 
 
 def extras(module, what=None):

@@ -15,7 +15,6 @@ import sys
 import tempfile
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 try:
@@ -148,7 +147,11 @@ def main():
     chars = "".join(sorted(set(train) | set(val)))
     vocabulary = {"chars": chars}
     size = len(chars)
-    encode = partial(map, {char: i for i, char in enumerate(chars)}.get)
+    number = {char: i for i, char in enumerate(chars)}
+
+    def encode(part):
+        return map(number.get, part)
+
     if args.tokenizer:
         from extras.formats.tokenizer import make_tokenizer
 
