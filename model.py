@@ -346,6 +346,7 @@ class GPT(nn.Module):
         """Return the cache of calls that pass pos alone. Old keys must never be used with new weights."""
         if torch.as_tensor(pos).flatten()[:1].tolist() == [0]:
             cache = self.new_cache(len(idx))
+            # a copy, because a fused optimizer changes weights without changing their _version
             cache.weights = [p.detach().clone() for p in self.parameters()]
             return cache
 
@@ -359,7 +360,7 @@ class GPT(nn.Module):
         raise ValueError(f"pos is {pos}, but {why}: start at position 0")
 
     def hidden_states(self, idx, pos=None, cache=None):
-        """Return `(B, T, C)`: all of the network but lm_head. As forward, but pos alone makes no cache."""
+        """Return `(B, T, C)`: all of the network but lm_head. Unlike in forward, pos makes no cache."""
         T = idx.size(1)
         if not 1 <= T <= self.config.block_size:
             raise ValueError(f"{T} positions; this model accepts 1 to {self.config.block_size} (block_size)")

@@ -490,7 +490,7 @@ def read_checkpoint(init_from, out_dir, meta=None):
     path = out_dir / "last.pt" if init_from == "resume" else Path(init_from)
     formats = extras("formats.checkpoint", "--meta" if meta else None)  # it reads more formats than model.py
     checkpoint = formats.load_checkpoint(path, meta) if formats else load_checkpoint(path)
-    if init_from == "resume" and not {"config", "scaler", "seconds"} <= checkpoint.keys():
+    if init_from == "resume" and not {"config", "loss", "scaler", "seconds"} <= checkpoint.keys():
         raise ValueError(f"{path} is not a last.pt of this train.py: start a new run from it")
     return checkpoint
 
@@ -525,7 +525,7 @@ def make_model(config, checkpoint, tokenizer, ids):
 
 
 def resume(checkpoint, training_loss, optimizers, scaler):
-    """Restore everything in last.pt but the weights of the model. Raises ValueError if shapes do not fit."""
+    """Restore what last.pt has besides the model's weights. Raises ValueError or RuntimeError if it does not fit."""
     training_loss.load_state_dict(training_loss.model.state_dict(prefix="model.") | checkpoint["loss"])
     for optimizer, state in zip(optimizers, checkpoint["optimizer"], strict=True):
         # our own settings, because a resume may change --weight_decay or --beta2

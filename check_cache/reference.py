@@ -13,8 +13,9 @@ from check_cache.report import Verdict
 # How far off a correct cache may be, in units of what rounding alone does to logits: the largest error, and the median.
 # The families of transformers that are correct reached 1.9 and 1.0, in three dtypes.
 LARGEST, MEDIAN = 4, 1.25
-# If we can change the shape of the input, but no weights, we measure too little rounding: in float32 down to 1 / 2.5.
-UNSEEN = 4
+# If we can change the shape of the input, but no weights, we measure too little rounding: in float32 down to 1 / 2.5,
+# and down to 1 / 5.7 on a CPU without AVX-512.
+UNSEEN = 8
 # How much earlier tokens must matter, in units of typical rounding. Below that we would not see a wrong cache.
 VISIBLE = 10
 

@@ -111,8 +111,8 @@ def main():
             raise ValueError(f"{data_dir} holds your own text, from {old['source']}: {hint}")
         hashes = {file.stem: sha256(file.read_bytes()) for file in files}
         hashes["vocabulary"] = sha256(str(old.get("chars")).encode())
-        known = {"vocabulary": hashes["vocabulary"], **old.get("sha256", {})}  # older folders lack that hash
-        whole = "chars" in old and (old["source"], known) == (CORPUS_URL, hashes)
+        known = {"vocabulary": hashes["vocabulary"], **(old.get("sha256") or {})}  # older folders lack that hash
+        whole = len(files) == 2 and "chars" in old and (old["source"], known) == (CORPUS_URL, hashes)
         if whole and not args.tokenizer and not args.val:
             print(f"{data_dir} already holds all of {CORPUS_URL}: nothing to do (--force does it again)")
             return

@@ -106,7 +106,10 @@ def test_after_an_edit_of_model_py_step_c_computes_nothing(edit, tmp_path, monke
         ("def state_dict(self):", "def state_dict(self):\n        print()"),  # not repeated
         ("# rotate in float32, whatever the dtype of x", "# é"),
         ('"""Return `(B, T, C)`: all of the network but', '"""Return all of the network but'),
-        ('        """Return `(B, T, C)`: all of the network but lm_head. The arguments are those of forward."""\n', ""),
+        (
+            '        """Return `(B, T, C)`: all of the network but lm_head. Unlike in forward, pos makes no cache."""\n',
+            "",
+        ),
         ("x = self.activation(gate) * x", "x = (\n                self.activation(gate) * x\n            )"),
     ],
 )
