@@ -360,7 +360,7 @@ class GPT(nn.Module):
         raise ValueError(f"pos is {pos}, but {why}: start at position 0")
 
     def hidden_states(self, idx, pos=None, cache=None):
-        """Return `(B, T, C)`: all of the network but lm_head. Unlike in forward, pos makes no cache."""
+        """Return `(B, T, C)`: all of the network but lm_head. Unlike forward, pos makes no cache."""
         T = idx.size(1)
         if not 1 <= T <= self.config.block_size:
             raise ValueError(f"{T} positions; this model accepts 1 to {self.config.block_size} (block_size)")

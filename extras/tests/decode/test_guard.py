@@ -107,7 +107,7 @@ def test_after_an_edit_of_model_py_step_c_computes_nothing(edit, tmp_path, monke
         ("# rotate in float32, whatever the dtype of x", "# é"),
         ('"""Return `(B, T, C)`: all of the network but', '"""Return all of the network but'),
         (
-            '        """Return `(B, T, C)`: all of the network but lm_head. Unlike in forward, pos makes no cache."""\n',
+            '        """Return `(B, T, C)`: all of the network but lm_head. Unlike forward, pos makes no cache."""\n',
             "",
         ),
         ("x = self.activation(gate) * x", "x = (\n                self.activation(gate) * x\n            )"),
