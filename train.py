@@ -27,7 +27,7 @@ import time
 from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from contextlib import nullcontext
 from dataclasses import asdict, fields
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 try:
@@ -565,76 +565,16 @@ def begin_folder(out_dir, newest=-1):
     return lock
 
 
-def main():
-    """Train, or only evaluate. Returns the exit code."""
-    if RANK:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    flags = parse_flags()
-    init_from = flags.get("init_from", "scratch")
-    resuming = init_from == "resume"
-    out_dir = Path(flags.get("out_dir", "out"))
-    try:  # an error here is a user's mistake, and one line; a later one is a bug, with a traceback
-        # settings and device
-        checkpoint = read_checkpoint(init_from, out_dir, flags.get("meta"))
-        config = make_config(flags, checkpoint, torch.cuda.is_available() and flags.get("device") != "cpu")
-        device, dtype = set_up_device(config)
-        autocast = nullcontext() if dtype == "float32" else torch.autocast(device.type, getattr(torch, dtype))
+def train_model(run, config, training_loss, optimizers, scaler, ids, evaluate_model, content, autocast):
+    """Take steps until the run is complete or a signal stops it; log, evaluate and save. Returns the signal, or 0.
 
-        # the text and the model
-        data_dir = Path(config.data_dir or Path(__file__).resolve().parent / "data")
-        tokenizer, train, val, meta = load_dataset(data_dir, min_train=1 if config.eval_only else config.block_size + 1)
-        if resuming and not checkpoint["data_sha256"].items() <= meta["sha256"].items():
-            hint = f"pass its --data_dir, or begin a new run with --init_from {out_dir}"
-            raise ValueError(f"the run used different text from {data_dir}: {hint}")
-        model = make_model(config, checkpoint, tokenizer, val).to(device)
-        if WORLD_SIZE > 1:  # waits until all processes have joined
-            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-        eval_tokens = config.eval_iters * config.batch_size * config.block_size or EVAL_TOKENS
-        if config.eval_only:
-            num_tokens = min(eval_tokens if "eval_iters" in flags else math.inf, len(val) - 1)
-            loss = evaluate(model, val, num_tokens, autocast)
-            perplexity = torch.tensor(loss).exp()  # math.exp raises an error where it is infinite
-            text = f"{num_tokens:,} {tokenizer.unit} of the val split"
-            print(f"val loss {loss:.4f} (perplexity {perplexity:.3f}): {init_from}, {text}")
-            return 0
-
-        # the loss and the optimizers
-        training_loss = loss_class(config.loss, flags)(model, config, train).to(device)
-        params = list(training_loss.parameters())
-        optimizers = configure_optimizers(params, model, config, device)
-        scaler = torch.amp.GradScaler(device.type, enabled=dtype == "float16")
-
-        # how far the run is: steps done, their time with evaluations and saves, and its evaluations
-        run = Namespace(iter_num=0, seconds=0.0, best_val_loss=math.inf, evals_since_best=0)
-        if resuming:
-            resume(checkpoint, training_loss, optimizers, scaler)
-            vars(run).update({name: checkpoint[name] for name in vars(run)})
-            if not (out_dir / "ckpt.pt").exists():  # then the next evaluation writes it again
-                run.best_val_loss = math.inf
-                run.evals_since_best = 0
-        if config.recipe == "modern" and not (extras("targets") or checkpoint or "loss" in flags):
-            print("training without auxiliary targets, which need the folder extras: the val loss will end 0.04 higher")
-        lock = begin_folder(out_dir, run.iter_num if resuming else -1) if RANK == 0 else nullcontext()
-    except (ValueError, OSError) as error:
-        sys.exit(f"train.py: {error}")
-
-    # what every checkpoint holds. The tensors are live, so each save writes their current values
-    content = getattr(training_loss, "saved", {}) | tokenizer.state_dict() | dict(data_sha256=meta["sha256"])
-    content |= dict(model=model.state_dict(), model_args=asdict(model.config), config=vars(config))
-    content["special_tokens"] = checkpoint.get("special_tokens") if checkpoint else None
-
-    tokens_per_step = config.gradient_accumulation_steps * config.batch_size * config.block_size
-    size = f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters"
-    how = f"preset {config.preset}, recipe {config.recipe}, {size}, on {WORLD_SIZE} x {device} in {dtype}"
-    steps = f"steps {run.iter_num}..{config.max_iters} of {tokens_per_step:,} {tokenizer.unit}"
-    print(f"{'resuming' if resuming else 'training'} {how}: {steps} from {meta.get('source')}", flush=True)
-    if checkpoint and not resuming:
-        print(f"starting at step 0 with the weights of {init_from}, but a new optimizer (resume continues a run)")
-        run.best_val_loss = evaluate(model, val, eval_tokens, autocast)  # the starting weights may remain the best
-        if RANK == 0:
-            save_checkpoint(out_dir / "ckpt.pt", content | vars(run))
-
-    # the loop
+    run             how far it is, updated in place
+    ids             the text to train on, an array `(N,)`
+    evaluate_model  a function that returns the val loss
+    content         what every checkpoint holds, besides run
+    """
+    out_dir = Path(config.out_dir)
+    device = training_loss.model.device
     forward = torch.compile(training_loss) if config.compile else training_loss
     if WORLD_SIZE > 1:
         forward = DistributedDataParallel(forward)
@@ -647,15 +587,16 @@ def main():
     began = row_began - run.seconds
     losses = []  # of those steps; tensors, because reading a number would wait for the device
     last_val = ""  # the latest val loss, for the line of progress
+    params = list(training_loss.parameters())
     micro_steps = config.gradient_accumulation_steps
     decay_iters = config.lr_decay_iters or config.max_iters
     patience = config.patience or math.inf
-    with lock, bar:
+    with bar:
         while run.iter_num < config.max_iters and run.evals_since_best < patience and not stop:
             # forward and backward
             left = torch.tensor(max(0.0, 1 - run.iter_num / decay_iters), dtype=torch.float64)
             for micro_step in range(micro_steps):
-                x, y, where = get_batch(train, config, run.iter_num * micro_steps + micro_step, device)
+                x, y, where = get_batch(ids, config, run.iter_num * micro_steps + micro_step, device)
                 if config.dropout:  # like the batches, the masks depend only on the seed and the step
                     entropy = (config.seed, run.iter_num, micro_step, RANK)
                     torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
@@ -690,8 +631,8 @@ def main():
 
             # evaluate
             train_loss = all_reduce(torch.stack(losses).mean().item()) / WORLD_SIZE
-            speed = len(losses) / micro_steps * tokens_per_step / (time.perf_counter() - row_began)
-            val_loss = evaluate(model, val, eval_tokens, autocast) if evaluating else None
+            speed = len(losses) * config.batch_size * config.block_size / (time.perf_counter() - row_began)
+            val_loss = evaluate_model() if evaluating else None
             finite = math.isfinite(train_loss + (val_loss or 0.0)) and all(p.isfinite().all() for p in params)
             if not finite:  # stop before broken weights replace a checkpoint
                 hint = "lower --learning_rate or --muon_learning_rate (the checkpoints are from before that step)"
@@ -725,6 +666,80 @@ def main():
                 more["loss"] = {n: p for n, p in training_loss.state_dict().items() if not n.startswith("model.")}
                 save_checkpoint(out_dir / "last.pt", content | more)
             row_began = time.perf_counter()
+    return stop
+
+
+def main():
+    """Train, or only evaluate. Returns the exit code."""
+    if RANK:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    flags = parse_flags()
+    init_from = flags.get("init_from", "scratch")
+    resuming = init_from == "resume"
+    out_dir = Path(flags.get("out_dir", "out"))
+    try:  # an error here is a user's mistake, and one line; a later one is a bug, with a traceback
+        # settings and device
+        checkpoint = read_checkpoint(init_from, out_dir, flags.get("meta"))
+        config = make_config(flags, checkpoint, torch.cuda.is_available() and flags.get("device") != "cpu")
+        device, dtype = set_up_device(config)
+        autocast = nullcontext() if dtype == "float32" else torch.autocast(device.type, getattr(torch, dtype))
+
+        # the text and the model
+        data_dir = Path(config.data_dir or Path(__file__).resolve().parent / "data")
+        tokenizer, train, val, meta = load_dataset(data_dir, min_train=1 if config.eval_only else config.block_size + 1)
+        if resuming and not checkpoint["data_sha256"].items() <= meta["sha256"].items():
+            hint = f"pass its --data_dir, or begin a new run with --init_from {out_dir}"
+            raise ValueError(f"the run used different text from {data_dir}: {hint}")
+        model = make_model(config, checkpoint, tokenizer, val).to(device)
+        if WORLD_SIZE > 1:  # waits until all processes have joined
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        eval_tokens = config.eval_iters * config.batch_size * config.block_size or EVAL_TOKENS
+        evaluate_model = partial(evaluate, model, val, eval_tokens, autocast)
+        if config.eval_only:
+            num_tokens = min(eval_tokens if "eval_iters" in flags else math.inf, len(val) - 1)
+            loss = evaluate(model, val, num_tokens, autocast)
+            perplexity = torch.tensor(loss).exp()  # math.exp raises an error where it is infinite
+            text = f"{num_tokens:,} {tokenizer.unit} of the val split"
+            print(f"val loss {loss:.4f} (perplexity {perplexity:.3f}): {init_from}, {text}")
+            return 0
+
+        # the loss and the optimizers
+        training_loss = loss_class(config.loss, flags)(model, config, train).to(device)
+        optimizers = configure_optimizers(list(training_loss.parameters()), model, config, device)
+        scaler = torch.amp.GradScaler(device.type, enabled=dtype == "float16")
+
+        # how far the run is: steps done, their time with evaluations and saves, and its evaluations
+        run = Namespace(iter_num=0, seconds=0.0, best_val_loss=math.inf, evals_since_best=0)
+        if resuming:
+            resume(checkpoint, training_loss, optimizers, scaler)
+            vars(run).update({name: checkpoint[name] for name in vars(run)})
+            if not (out_dir / "ckpt.pt").exists():  # then the next evaluation writes it again
+                run.best_val_loss = math.inf
+                run.evals_since_best = 0
+        if config.recipe == "modern" and not (extras("targets") or checkpoint or "loss" in flags):
+            print("training without auxiliary targets, which need the folder extras: the val loss will end 0.04 higher")
+        lock = begin_folder(out_dir, run.iter_num if resuming else -1) if RANK == 0 else nullcontext()
+    except (ValueError, OSError) as error:
+        sys.exit(f"train.py: {error}")
+
+    # what every checkpoint holds. The tensors are live, so each save writes their current values
+    content = getattr(training_loss, "saved", {}) | tokenizer.state_dict() | dict(data_sha256=meta["sha256"])
+    content |= dict(model=model.state_dict(), model_args=asdict(model.config), config=vars(config))
+    content["special_tokens"] = checkpoint.get("special_tokens") if checkpoint else None
+
+    tokens_per_step = config.gradient_accumulation_steps * config.batch_size * config.block_size
+    size = f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters"
+    how = f"preset {config.preset}, recipe {config.recipe}, {size}, on {WORLD_SIZE} x {device} in {dtype}"
+    steps = f"steps {run.iter_num}..{config.max_iters} of {tokens_per_step:,} {tokenizer.unit}"
+    print(f"{'resuming' if resuming else 'training'} {how}: {steps} from {meta.get('source')}", flush=True)
+    if checkpoint and not resuming:
+        print(f"starting at step 0 with the weights of {init_from}, but a new optimizer (resume continues a run)")
+        run.best_val_loss = evaluate_model()  # the starting weights may remain the best
+        if RANK == 0:
+            save_checkpoint(out_dir / "ckpt.pt", content | vars(run))
+
+    with lock:
+        stop = train_model(run, config, training_loss, optimizers, scaler, train, evaluate_model, content, autocast)
 
     # report
     again = f"python train.py --init_from resume --out_dir={shlex.quote(str(out_dir))}"

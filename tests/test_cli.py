@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import ONE_THREAD, ROOT, SMALL, assert_one_line, here, ok, run, save_model, tiny, unix
+from helpers import ONE_THREAD, ROOT, SMALL, assert_one_line, here, needs_extras, ok, run, save_model, tiny, unix
 from model import PRETRAINED
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -48,6 +48,7 @@ def endless(tmp_path):
         yield child
 
 
+@needs_extras
 @unix
 @pytest.mark.parametrize("reads", [0, 1], ids=["at once", "on the way"])
 def test_a_reader_that_has_gone_ends_sample_py_quietly(reads, endless):
@@ -58,6 +59,7 @@ def test_a_reader_that_has_gone_ends_sample_py_quietly(reads, endless):
     assert endless.wait(60) == -signal.SIGPIPE
 
 
+@needs_extras
 @unix
 def test_ctrl_c_ends_sample_py_quietly(endless):
     endless.stdout.read(99)
@@ -73,6 +75,7 @@ def test_without_the_environment_there_is_one_line(script):
     assert_one_line(result, "No module named", "activate the environment, or install it as README.md says", code=1)
 
 
+@needs_extras
 def test_output_is_utf8_whatever_the_terminal_asks_for(tmp_path):
     r"""And lines end in \n everywhere."""
     save_model(tmp_path, tiny())

@@ -27,6 +27,7 @@ from helpers import (
     linux,
     load,
     log,
+    needs_extras,
     ok,
     same,
     start,
@@ -227,6 +228,7 @@ def test_a_full_disk_is_one_line(data_dir, tmp_path):
     assert_one_line(result, "train.py: [Errno 28] No space left on device", code=1)
 
 
+@needs_extras
 @unix
 def test_a_folder_that_vanishes_is_one_line(data_dir, tmp_path):
     process = start(*SMALL, "--max_iters", 10**6, "--data_dir", data_dir, "--out_dir", tmp_path / "out")

@@ -53,6 +53,8 @@ def load_checkpoint(path, meta=None):
         checkpoint = model.load_checkpoint(path)
     with model.reading(path):
         checkpoint = in_our_names(checkpoint)
+        if not isinstance(checkpoint.get("special_tokens"), dict | None):  # those of a Hugging Face folder
+            raise ValueError(f"special_tokens={checkpoint['special_tokens']}: must be dict")
         sizes = checkpoint["model_args"].items()
         checkpoint["model_args"] = {name: value.item() if hasattr(value, "item") else value for name, value in sizes}
         if {"config", "scaler"} <= checkpoint.keys():

@@ -179,7 +179,7 @@ DAMAGES = [
     ("hf", json_of("hf/config.json", lambda old: old.update(model_type="llama")), "llama"),
     ("hf", json_of("hf/config.json", lambda old: old["rope_parameters"].update(rope_theta=5e5)), "theta"),
     ("hf", json_of("hf/config.json", lambda old: old.pop("hidden_size")), "does not fit its config"),
-    ("hf", json_of("hf/config.json", lambda old: old.update(num_hidden_layers=2.5)), "n_layer=2.5"),
+    ("hf", json_of("hf/config.json", lambda old: old.update(num_hidden_layers=2.5)), "'float' object"),
     ("hf", json_of("hf/config.json", lambda old: old.update(max_position_embeddings=2**40)), "block_size="),
     ("hf", json_of("hf/config.json", lambda old: old.pop("tie_word_embeddings")), "lacks lm_head.weight"),
     ("hf", json_of("hf/config.json", lambda old: old["rope_parameters"].update(type="linear")), "type is 'linear'"),
