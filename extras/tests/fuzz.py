@@ -320,7 +320,7 @@ def run(command, folder):
     return status, *((folder / name).read_text("utf-8", "replace") for name in (".stdout", ".stderr"))
 
 
-def problem(result, expected, loud):
+def problem(result, expected, loud=False):
     """Return what is wrong with (status, stdout, stderr). None: nothing.
 
     expected  the stdout for exit code 0
