@@ -326,7 +326,7 @@ class GPT(nn.Module):
         pos      (T,) int64, the positions of idx, which continue where the cache ends; None: the next ones
         cache    the KVCache to continue. None: there is none, unless you pass pos. Then a call from position 0 makes
                  one, and later calls continue it
-        last     return the logits of the last position only, `(B, V)`, which is all that generation needs
+        last     return the logits of the last position only, `(B, V)`, which is all that generation needs, and no loss
         A call with a cache has no gradient. Raises ValueError if pos is not next in the cache, or if the weights have
         changed since the model filled its own, and RuntimeError in train mode.
         """
@@ -692,7 +692,7 @@ def build_model(checkpoint):
         model = GPT(config)
         model.load_state_dict({name: p.float() for name, p in checkpoint["model"].items()}, assign=True)
         for name, p in model.state_dict().items():
-            if not (checkpoint["model"][name].is_floating_point() and p.isfinite().all()):  # integers lack their scales
+            if not (checkpoint["model"][name].is_floating_point() and p.isfinite().all()):  # integers would need scales
                 raise ValueError(f"{name} must be floating-point numbers, without infinity or NaN")
         if config.tie_weights:
             if not torch.equal(model.transformer["wte"].weight, model.lm_head.weight):
@@ -734,5 +734,6 @@ def pick_device(name):
         torch.zeros(1, device=name).tolist()
     except Exception as error:  # every backend raises its own kind
         kinds = "pass cpu, cuda (an NVIDIA GPU) or mps (the GPU of a Mac)"
-        raise ValueError(f"--device {name} cannot be used here: {kinds} ({str(error).partition('. ')[0]})") from None
+        why = " ".join(str(error).split()).partition(". ")[0]
+        raise ValueError(f"--device {name} cannot be used here: {kinds} ({why})") from None
     return torch.device(name)

@@ -93,7 +93,7 @@ def generate_texts(
     draft=None,
     compile=False,
     on_text=None,
-    **sampling,
+    **settings,
 ):
     """Return what sample.py prints: for each prompt, a list of num_samples Texts.
 
@@ -105,12 +105,12 @@ def generate_texts(
     draft, compile    "ngram" and True: the same texts, faster, with the folder extras
     on_text           on_text(row, piece) gets each text as it arrives: its prompt, then what each step adds, which may
                       be "". Rows are the samples of the first prompt, then those of the next
-    sampling          fields of Sampling: temperature, top_k, top_p, seed, overflow
+    settings          fields of Sampling: temperature, top_k, top_p, seed, overflow
     Raises ValueError for impossible requests, and FloatingPointError for logits that are infinite or NaN.
     """
     if isinstance(prompts, str) or isinstance(stop, str):
         raise TypeError("prompts and stop are lists of strings")
-    sampling = Sampling(samples=list(range(num_samples)) * len(prompts), **sampling)
+    sampling = Sampling(samples=list(range(num_samples)) * len(prompts), **settings)
     encoded = [tokenizer.encode(prompt or tokenizer.default_prompt) for prompt in prompts]
     stop = list(stop)
     rows = [Text(ids, tokenizer, stop) for ids in encoded for _ in range(num_samples)]

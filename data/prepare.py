@@ -98,7 +98,7 @@ def sha256(content):
 
 
 def main():
-    # what is there already: only --input or --force replaces your own text. Nothing counts as the stand-in
+    # what is there already: only --input or --force replaces your own text. An empty folder counts as the stand-in
     args = parse_args()
     data_dir = Path(args.data_dir)
     files = [file for file in (data_dir / "train.bin", data_dir / "val.bin") if file.exists()]
