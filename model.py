@@ -488,13 +488,13 @@ class Sampling:
 
     def noise(self, B, steps, vocab_size, device):
         """Yield the noise of steps 0, 1, ..., `(B, V)` each. We compute up to 64 steps at once, which is cheaper."""
-        samples = torch.as_tensor(range(B) if self.samples is None else self.samples, device=device).long()
-        if B < 1 or samples.shape != (B,):
-            raise ValueError(f"samples is {samples.tolist()}: {B} rows need one each, and at least one")
+        samples = torch.as_tensor(range(B) if self.samples is None else self.samples, device=device)
+        if B < 1 or samples.shape != (B,) or samples.is_floating_point():
+            raise ValueError(f"samples is {samples.tolist()}: {B} rows need a whole number each, and at least one")
         at_once = max(1, min(64, 2**22 // (B * vocab_size)))
         for first in range(0, steps, at_once):
             some_steps = torch.arange(first, min(first + at_once, steps), device=device)
-            yield from gumbel_noise(self.seed, samples, some_steps, vocab_size).unbind(1)
+            yield from gumbel_noise(self.seed, samples.long(), some_steps, vocab_size).unbind(1)
 
 
 def sample_token(logits, noise, sampling):

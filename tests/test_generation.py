@@ -259,7 +259,7 @@ IMPOSSIBLE = {
     "top_k": [0, 2**63, float("nan")],
     "top_p": [0.0, 1.01, float("nan")],
     "seed": [-1, 2**64],
-    "samples": [[1, 2]],
+    "samples": [[1, 2], [0.5]],
     "overflow": ["wrap"],
 }
 

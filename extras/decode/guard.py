@@ -42,7 +42,7 @@ REPEATED = {
     "slide": ("049db06ee8ef579a", "work", None),
     "require_finite": ("464a1483c98e6c2b", "sample_token", None),
     "sample_token": ("6c2375f195acf9ed", "sample_token", None),
-    "Sampling.noise": ("fc41c8215da76219", "gumbel_noise", None),
+    "Sampling.noise": ("22dfbc91cf604f2e", "gumbel_noise", None),
     "gumbel_noise": ("1e51bb36e1c52083", "gumbel_noise", None),
 }
 SAMPLING = {"temperature", "top_k", "top_p", "seed", "samples", "overflow"}  # what step.c knows
