@@ -36,16 +36,18 @@ class Text:
     """A prompt and its continuation. str() is the text.
 
     prompt, new  tokens: those of the prompt, and those after it, including those of a stop string
+    sampling     the Sampling that picks them
     text         their text, up to the first stop string in the continuation
     ended        whether there was one
     Raises ValueError for a stop string that can never come.
     """
 
-    def __init__(self, prompt, tokenizer, stops=()):
+    def __init__(self, prompt, tokenizer, stops=(), sampling=None):
         if not all(map(tokenizer.encode, stops)):  # raises ValueError for a character outside the vocabulary
             raise ValueError("a stop string is empty")
         self.tokenizer = tokenizer
         self.prompt = prompt
+        self.sampling = sampling
         self.new = []
         self.ended = False
         self.decode = tokenizer.stream()
@@ -113,7 +115,8 @@ def generate_texts(
     sampling = Sampling(samples=list(range(num_samples)) * len(prompts), **settings)
     encoded = [tokenizer.encode(prompt or tokenizer.default_prompt) for prompt in prompts]
     stop = list(stop)
-    rows = [Text(ids, tokenizer, stop) for ids in encoded for _ in range(num_samples)]
+    alone = [replace(sampling, samples=[i]) for i in range(num_samples)]
+    rows = [Text(ids, tokenizer, stop, alone[i]) for ids in encoded for i in range(num_samples)]
     if not rows:
         return [[] for _ in prompts]
     block_size = model.config.block_size
@@ -192,58 +195,62 @@ def report(args, model, rows, times):
 # -- --verify ----------------------------------------------------------------------------------------------------------
 
 
-@torch.inference_mode()
-def verify(model, rows, sampling, cache):
-    """Feed the Texts of a run again, without a cache and with a new one: does the model pick the same tokens?
+def replay(model, row, number, cache=None):
+    """Feed a Text again, token by token, with a KVCache or without. Exits if the model picks another token.
 
-    If the run had a cache, the new one must hold the same. Prints notes, and returns the exit code.
+    Returns the logits of the new tokens `(n,)`, the seconds, and whether some of them are near-ties.
     """
-    block_size = model.config.block_size
+    began = time.perf_counter()
+    said = []
+    near_ties = False
+    idx = torch.tensor([row.prompt], device=model.device)
+    noises = row.sampling.noise(1, len(row.new), model.config.vocab_size, model.device)
+    for step, (token, noise) in enumerate(zip(row.new, noises)):
+        context = slide(idx, model.config.block_size)
+        if cache and context is not idx:  # the context has slid
+            cache.length = 0
+        logits, _ = model(context[:, cache.length :] if cache else context, cache=cache, last=True)
+        picked = sample_token(logits, noise, row.sampling).item()
+        if picked != token:
+            ours, other = (row.tokenizer.decode([each]) for each in (token, picked))
+            what = f"the text has {ours!r}, but {'with' if cache else 'without'} the cache, the model picks {other!r}"
+            where = f"at row {number}, new token {step}: {what}"
+            if not near_tie(logits[0], noise[0], token, row.sampling):
+                sys.exit(f"sample.py: verify: DIFFERENT {where}")
+            note(f"verify: near-tie, which rounding decides, {where}")
+            near_ties = True
+        said.append(logits[0, token])
+        idx = torch.cat((context, idx.new_tensor([[token]])), dim=1)
+    return torch.stack(said), time.perf_counter() - began, near_ties
+
+
+@torch.inference_mode()
+def verify(model, rows, cache):
+    """Feed the Texts of a run again, without a cache and with a new one. Exits if anything differs.
+
+    cache  that of the run, which must hold the same as the new one, or None
+    """
     longest = max(len(row.prompt + row.new) for row in rows)
-    seconds = {"without": 0.0, "with": 0.0}
-    near_ties = set()  # rows
+    slow = fast = tied = 0
     for number, row in enumerate(rows):
-        alone = replace(sampling, samples=[sampling.samples[number]])
-        new = model.new_cache(1)
-        apart = []  # differences, which must be no larger than rounding
-        idx = torch.tensor([row.prompt], device=model.device)
-        noises = alone.noise(1, len(row.new), model.config.vocab_size, model.device)
-        for step, (ours, noise) in enumerate(zip(row.new, noises)):
-            context = slide(idx, block_size)
-            if context is not idx:  # the context has slid
-                new.length = 0
-            both = []
-            for way, fed, kv_cache in (("without", context, None), ("with", context[:, new.length :], new)):
-                began = time.perf_counter()
-                logits, _ = model(fed, cache=kv_cache, last=True)
-                picked = sample_token(logits, noise, sampling).item()  # waits for the device
-                seconds[way] += time.perf_counter() - began
-                both.append(logits)
-                if picked != ours:
-                    tie = near_tie(logits[0], noise[0], ours, sampling)
-                    kind = "near-tie, which rounding decides," if tie else "DIFFERENT"
-                    a, b = (row.tokenizer.decode([token]) for token in (ours, picked))
-                    what = f"the text has {a!r}, but {way} the cache, the model picks {b!r}"
-                    note(f"verify: {kind} at row {number}, new token {step}: {what}")
-                    if not tie:
-                        return 1
-                    near_ties.add(number)
-            apart.append((both[0] - both[1]).abs().max())
-            idx = torch.cat((context, idx.new_tensor([[ours]])), dim=1)
-        # after a slide, the cache still holds the longest rows, but not those that ended earlier
-        if cache is not None and (longest <= block_size or len(row.prompt + row.new) == longest):
-            for in_run, again in zip(cache.key + cache.value, new.key + new.value):
-                apart.append((in_run[number, :, : new.length] - again[0, :, : new.length]).abs().max())
-        worst = torch.stack(apart).max().item()
-        if not worst < FAR:  # or if it is NaN
-            note(f"verify: DIFFERENT at row {number}: logits, keys or values differ by up to {worst:.5f}")
-            return 1
+        again = model.new_cache(1)
+        without, seconds_without, tie_without = replay(model, row, number)
+        cached, seconds_with, tie_with = replay(model, row, number, again)
+        slow += seconds_without
+        fast += seconds_with
+        tied += tie_without or tie_with
+        pairs = [(without, cached)]
+        # after a slide, the cache of the run still holds the longest rows, but not those that ended earlier
+        if cache and (longest <= model.config.block_size or len(row.prompt + row.new) == longest):
+            for ours, new in zip(cache.key + cache.value, again.key + again.value):
+                pairs.append((ours[number, :, : again.length], new[0, :, : again.length]))
+        apart = torch.stack([(a - b).abs().max() for a, b in pairs]).max().item()
+        if not apart < FAR:  # or if it is NaN
+            why = f"logits, keys or values differ by up to {apart:.5f}"
+            sys.exit(f"sample.py: verify: DIFFERENT at row {number}: {why}")
     same = f"{sum(len(row.new) for row in rows)} tokens are the same with and without the cache"
-    tied = " up to near-ties" if near_ties else ""
-    note(f"verify: OK{tied}, {same} ({len(rows) - len(near_ties)} of {len(rows)} samples)")
-    times = f"{seconds['with']:.2f} s with the cache, {seconds['without']:.2f} s without"
-    note(f"verify: {times}: {seconds['without'] / seconds['with']:.1f} times as fast")
-    return 0
+    note(f"verify: OK{' up to near-ties' if tied else ''}, {same} ({len(rows) - tied} of {len(rows)} samples)")
+    note(f"verify: {fast:.2f} s with the cache, {slow:.2f} s without: {slow / fast:.1f} times as fast")
 
 
 # -- the command line --------------------------------------------------------------------------------------------------
@@ -355,9 +362,9 @@ def main():
             extras("decode.quantize", "--weights int8").round_weights(model)
         if args.engine == "torch":
             put_on_device(model, args)
-        sampling = Sampling(samples=list(range(args.num_samples)) * len(args.prompt), **settings)
         if args.explain:
-            return extras("decode.explain", "--explain").explain_flags(model, tokenizer, args, sampling)
+            explain = extras("decode.explain", "--explain").explain_flags
+            return explain(model, tokenizer, args, Sampling(**settings))
         how = dict(kv_cache=args.kv_cache, draft=args.draft, compile=args.compile, on_text=on_text, **settings)
         how |= dict(num_samples=args.num_samples, stop=args.stop)
         began = time.perf_counter()
@@ -370,8 +377,7 @@ def main():
     report(args, model, rows, times)
     if args.verify:
         reference = getattr(model, "reference", model)  # with --engine onnx, the GPT that was exported
-        return verify(reference, rows, sampling, model.kv_cache if args.kv_cache else None)
-    return 0
+        verify(reference, rows, model.kv_cache if args.kv_cache else None)
 
 
 if __name__ == "__main__":

@@ -172,24 +172,25 @@ def make_config(flags, checkpoint=None, on_gpu=False):
     """
     flags = {name: value for name, value in flags.items() if (name, value) != ("preset", "auto")}
     resuming = flags.get("init_from") == "resume"
-    saved = {}
+    saved = dict(checkpoint["config"]) if resuming else {}
+    saved.pop("out_dir", None)  # the folder may have a new name
+    if WORLD_SIZE > 1:  # torchrun sets its own number
+        saved.pop("threads", None)
+    # what the tensors of the checkpoint depend on
+    fixed = {name: saved[name] for name in ("preset", "recipe", "loss", "mtp_weight", "optimizer") if name in saved}
     if checkpoint:
         network = asdict(GPTConfig(**checkpoint["model_args"]))  # files from elsewhere have only some of the fields
-        saved = {name: value for name, value in network.items() if name in FLAGS and name != "dropout"}
-    fixed = {*saved, "preset", "recipe", "loss", "mtp_weight", "optimizer"}  # what the saved tensors depend on
-    if resuming:  # the folder may have a new name, and torchrun sets its own number of threads
-        new = {"out_dir", "threads"} if WORLD_SIZE > 1 else {"out_dir"}
-        saved |= {name: value for name, value in checkpoint["config"].items() if name in FLAGS.keys() - new}
-    for name in sorted(flags.keys() & saved.keys() & fixed):
-        shrinks = name == "block_size" and not resuming and flags[name] < saved[name]
-        if flags[name] != saved[name] and not shrinks:
-            what = f"{checkpoint['path']} ({name} {saved[name]})"
+        fixed |= {name: value for name, value in network.items() if name in FLAGS and name != "dropout"}
+    for name in sorted(flags.keys() & fixed.keys()):
+        shrinks = name == "block_size" and not resuming and flags[name] < fixed[name]
+        if flags[name] != fixed[name] and not shrinks:
+            what = f"{checkpoint['path']} ({name} {fixed[name]})"
             raise ValueError(f"--{name} {flags[name]} conflicts with {what}: leave it out")
 
     preset = "gpu" if on_gpu else "cpu"
     if checkpoint and checkpoint["path"].is_dir():  # of Hugging Face; the path of a run is that of its file
         preset = "finetune"
-    given = dict(preset=preset, recipe="modern") | saved | flags
+    given = dict(preset=preset, recipe="modern") | fixed | saved | flags
     if checkpoint:
         given.setdefault("loss", "cross_entropy")  # a trained model knows more than n-grams do
     defaults = {name: default for name, (default, *_) in FLAGS.items()}
@@ -512,9 +513,8 @@ def make_model(config, checkpoint, tokenizer, ids):
             model.zero_init()
         return model
 
-    known = tokenizer.vocab == checkpoint.get("chars")
-    if formats := extras("formats.tokenizer"):  # two tokenizers may give the same ids
-        known = formats.gives_ids_of(tokenizer, checkpoint, ids)
+    formats = extras("formats.tokenizer")  # two tokenizers may give the same ids
+    known = formats.gives_ids_of(tokenizer, checkpoint, ids) if formats else tokenizer.vocab == checkpoint.get("chars")
     if not known:
         hint = f"python data/prepare.py --input FILE --tokenizer {config.meta or checkpoint['path']} --data_dir FOLDER"
         raise ValueError(f"the {tokenizer.unit} of the text are not those of the model in {checkpoint['path']}: {hint}")
@@ -698,12 +698,13 @@ def main():
         if WORLD_SIZE > 1:  # waits until all processes have joined
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         eval_tokens = config.eval_iters * config.batch_size * config.block_size or EVAL_TOKENS
+        if config.eval_only and "eval_iters" not in flags:
+            eval_tokens = len(val)
         evaluate_model = partial(evaluate, model, val, eval_tokens, autocast)
         if config.eval_only:
-            num_tokens = min(eval_tokens if "eval_iters" in flags else math.inf, len(val) - 1)
-            loss = evaluate(model, val, num_tokens, autocast)
+            loss = evaluate_model()
             perplexity = torch.tensor(loss).exp()  # math.exp raises an error where it is infinite
-            text = f"{num_tokens:,} {tokenizer.unit} of the val split"
+            text = f"{min(eval_tokens, len(val) - 1):,} {tokenizer.unit} of the val split"
             print(f"val loss {loss:.4f} (perplexity {perplexity:.3f}): {init_from}, {text}")
             return 0
 

@@ -111,10 +111,7 @@ def main():
             raise ValueError(f"{data_dir} holds your own text, from {old['source']}: {hint}")
         hashes = {file.stem: sha256(file.read_bytes()) for file in files}
         hashes["vocabulary"] = sha256(str(old.get("chars")).encode())
-        known = old.get("sha256")
-        if isinstance(known, dict):  # that of an older folder has no hash of the vocabulary
-            known = {"vocabulary": hashes["vocabulary"], **known}
-        whole = len(files) == 2 and "chars" in old and (old["source"], known) == (CORPUS_URL, hashes)
+        whole = (old["source"], old.get("sha256")) == (CORPUS_URL, hashes)
         if whole and not args.tokenizer and not args.val:
             print(f"{data_dir} already holds all of {CORPUS_URL}: nothing to do (--force does it again)")
             return

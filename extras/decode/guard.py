@@ -40,7 +40,7 @@ REPEATED = {
     "GPT.new_cache": ("1910467ae981b3dc", "work", "stream"),
     "generate": ("90b74c355c9ffc65", "work", "stream"),
     "slide": ("049db06ee8ef579a", "work", None),
-    "require_finite": ("464a1483c98e6c2b", "sample_token", None),
+    "require_finite": ("078321bcb29525b7", "sample_token", None),
     "sample_token": ("6c2375f195acf9ed", "sample_token", None),
     "Sampling.noise": ("22dfbc91cf604f2e", "gumbel_noise", None),
     "gumbel_noise": ("1e51bb36e1c52083", "gumbel_noise", None),
