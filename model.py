@@ -45,7 +45,7 @@ class GPTConfig:
     n_embd: int = 768
     dropout: float = 0.0
     bias: bool = True  # biases in Linear and LayerNorm layers
-    n_kv_head: int | None = None  # None: n_head; fewer gives grouped-query attention, 1 multi-query attention
+    n_kv_head: int | None = None  # None or 0: n_head; fewer is grouped-query attention, 1 multi-query attention
     mlp_ratio: float = 4  # width of the MLP's hidden layer, in units of n_embd
     activation: str = "gelu"  # one of ACTIVATIONS
     pos_emb: str = "learned"  # "learned" is GPT-2's table; "rope" is rotary (Su et al. 2021, arXiv:2104.09864)
@@ -54,8 +54,7 @@ class GPTConfig:
     qk_norm: bool = False  # LayerNorm on queries and keys (Henry et al. 2020, arXiv:2010.04245)
 
     def __post_init__(self):
-        if self.n_kv_head is None:
-            self.n_kv_head = self.n_head
+        self.n_kv_head = self.n_kv_head or self.n_head
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
             require(self, name, 1 <= getattr(self, name) < 2**31, "must be 1 to 2**31 - 1")
         require(self, "dropout", 0 <= self.dropout < 1, "must be at least 0 and below 1")
@@ -139,7 +138,7 @@ class KVCache:
     def mask(self, pos):
         """Return what queries at pos `(..., T)` may see, bool `(..., T, t)`. None: a single query sees every slot.
 
-        All masks come from here, except for attention without a cache, which uses is_causal.
+        Attention without a cache needs none, because it uses is_causal.
         """
         if pos.shape == (1,):
             return None

@@ -77,8 +77,7 @@ PRESETS = {
     | dict(warmup_iters=0, lr_decay="none"),
 }
 RECIPES = {
-    # with n-grams, and tokens further ahead; without the folder extras, the val loss ends 0.04 higher
-    "modern": dict(loss="extras.targets" if extras("targets") else "cross_entropy"),
+    "modern": dict(loss="extras.targets"),  # with n-grams, and tokens further ahead
     "nanogpt": dict(pos_emb="learned", qk_norm=False, activation="gelu", mlp_ratio=4, zero_init=False)
     | dict(loss="cross_entropy", optimizer="adamw", learning_rate=1e-3, beta2=0.99, weight_decay=0.1, grad_clip=1.0)
     | dict(warmup_iters=100, lr_decay="cosine", lr_stable_frac=0.0, min_lr=1e-4),
@@ -176,7 +175,7 @@ def make_config(flags, checkpoint=None, on_gpu=False):
     saved.pop("out_dir", None)  # the folder may have a new name
     if WORLD_SIZE > 1:  # torchrun sets its own number
         saved.pop("threads", None)
-    # what the tensors of the checkpoint depend on
+    # settings that a flag may repeat, but not change
     fixed = {name: saved[name] for name in ("preset", "recipe", "loss", "mtp_weight", "optimizer") if name in saved}
     if checkpoint:
         network = asdict(GPTConfig(**checkpoint["model_args"]))  # files from elsewhere have only some of the fields
@@ -231,9 +230,6 @@ def load_dataset(data_dir, min_train=1):
             digest = hashlib.sha256(content).hexdigest()
             if meta["sha256"].get(name, digest) != digest:  # older folders have no hash of the vocabulary
                 raise ValueError(f"{name} has changed")
-        largest = max(train.max(), val.max())
-        if largest >= len(tokenizer.vocab):
-            raise ValueError(f"the vocabulary has {len(tokenizer.vocab)} tokens, but the largest id is {largest}")
     except Exception as error:  # damaged files can raise anything
         hint = f"run python data/prepare.py --data_dir {data_dir} (--input FILE for your own text)"
         raise ValueError(f"no usable data in {data_dir} ({error}): {hint}, or pass a different --data_dir") from None
@@ -507,8 +503,7 @@ def make_model(config, checkpoint, tokenizer, ids):
     torch.manual_seed(config.seed)
     if not checkpoint:
         network = {f.name: getattr(config, f.name) for f in fields(GPTConfig) if f.name != "vocab_size"}
-        network |= dict(vocab_size=len(tokenizer.vocab), n_kv_head=config.n_kv_head or None)
-        model = GPT(GPTConfig(**network))
+        model = GPT(GPTConfig(vocab_size=len(tokenizer.vocab), **network))
         if config.zero_init:
             model.zero_init()
         return model
@@ -662,13 +657,13 @@ def train_model(run, config, training_loss, optimizers, scaler, ids, evaluate_mo
                 print(f"step {run.iter_num}/{config.max_iters}: {text}, {seconds_left:.0f} s left", flush=True)
 
             # save
-            content |= vars(run)
+            checkpoint = content | vars(run)
             if evaluating and run.evals_since_best == 0:
-                save_checkpoint(out_dir / "ckpt.pt", content)
+                save_checkpoint(out_dir / "ckpt.pt", checkpoint)
             if saving:
                 more = dict(optimizer=[optimizer.state_dict() for optimizer in optimizers], scaler=scaler.state_dict())
                 more["loss"] = {n: p for n, p in training_loss.state_dict().items() if not n.startswith("model.")}
-                save_checkpoint(out_dir / "last.pt", content | more)
+                save_checkpoint(out_dir / "last.pt", checkpoint | more)
             row_began = time.perf_counter()
     return stop
 
@@ -709,6 +704,9 @@ def main():
             return 0
 
         # the loss and the optimizers
+        if config.loss == "extras.targets" and not (cli or resuming or "loss" in flags):
+            print("training without auxiliary targets, which need the folder extras: the val loss will end 0.04 higher")
+            config.loss = "cross_entropy"
         training_loss = loss_class(config.loss, flags)(model, config, train).to(device)
         optimizers = configure_optimizers(list(training_loss.parameters()), model, config, device)
         scaler = torch.amp.GradScaler(device.type, enabled=dtype == "float16")
@@ -721,8 +719,6 @@ def main():
             if not (out_dir / "ckpt.pt").exists():  # then the next evaluation writes it again
                 run.best_val_loss = math.inf
                 run.evals_since_best = 0
-        if config.recipe == "modern" and not (extras("targets") or checkpoint or "loss" in flags):
-            print("training without auxiliary targets, which need the folder extras: the val loss will end 0.04 higher")
         lock = begin_folder(out_dir, run.iter_num if resuming else -1) if RANK == 0 else nullcontext()
     except (ValueError, OSError) as error:
         sys.exit(f"train.py: {error}")
@@ -764,7 +760,7 @@ def main():
 
 if __name__ == "__main__":
     code = cli.run_script(main) if cli else main()
-    if WORLD_SIZE > 1:
+    if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
     if RANK:

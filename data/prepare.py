@@ -15,6 +15,7 @@ import sys
 import tempfile
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 try:
@@ -146,11 +147,7 @@ def main():
     chars = "".join(sorted(set(train) | set(val)))
     vocabulary = {"chars": chars}
     size = len(chars)
-    number = {char: i for i, char in enumerate(chars)}
-
-    def encode(part):
-        return map(number.get, part)
-
+    encode = partial(map, {char: i for i, char in enumerate(chars)}.get)
     if args.tokenizer:
         from extras.formats.tokenizer import make_tokenizer
 

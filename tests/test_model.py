@@ -47,7 +47,7 @@ def test_positions_without_a_cache_are_those_that_the_caller_says():
 
 
 IMPOSSIBLE = [("block_size", 0), ("vocab_size", -1), ("n_layer", 0), ("n_head", 5), ("n_embd", 30), ("dropout", 1.0)]
-IMPOSSIBLE += [("dropout", math.nan), ("n_kv_head", 3), ("n_kv_head", 0), ("mlp_ratio", 0), ("mlp_ratio", math.inf)]
+IMPOSSIBLE += [("dropout", math.nan), ("n_kv_head", 3), ("n_kv_head", -1), ("mlp_ratio", 0), ("mlp_ratio", math.inf)]
 IMPOSSIBLE += [("activation", "relu"), ("pos_emb", "alibi")]
 
 
