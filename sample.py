@@ -244,10 +244,9 @@ def verify(model, rows, cache):
         if cache and (longest <= model.config.block_size or len(row.prompt + row.new) == longest):
             for ours, new in zip(cache.key + cache.value, again.key + again.value):
                 pairs.append((ours[number, :, : again.length], new[0, :, : again.length]))
-        apart = torch.stack([(a - b).abs().max() for a, b in pairs]).max().item()
-        if not apart < FAR:  # or if it is NaN
-            why = f"logits, keys or values differ by up to {apart:.5f}"
-            sys.exit(f"sample.py: verify: DIFFERENT at row {number}: {why}")
+        gap = torch.stack([(a - b).abs().max() for a, b in pairs]).max().item()
+        if not gap < FAR:  # or if it is NaN
+            sys.exit(f"sample.py: verify: DIFFERENT at row {number}: logits, keys or values differ by up to {gap:.5f}")
     same = f"{sum(len(row.new) for row in rows)} tokens are the same with and without the cache"
     note(f"verify: OK{' up to near-ties' if tied else ''}, {same} ({len(rows) - tied} of {len(rows)} samples)")
     note(f"verify: {fast:.2f} s with the cache, {slow:.2f} s without: {slow / fast:.1f} times as fast")

@@ -230,6 +230,9 @@ def load_dataset(data_dir, min_train=1):
             digest = hashlib.sha256(content).hexdigest()
             if meta["sha256"].get(name, digest) != digest:  # older folders have no hash of the vocabulary
                 raise ValueError(f"{name} has changed")
+        largest = max(train.max(), val.max())
+        if largest >= len(tokenizer.vocab):
+            raise ValueError(f"the vocabulary has {len(tokenizer.vocab)} tokens, but the largest id is {largest}")
     except Exception as error:  # damaged files can raise anything
         hint = f"run python data/prepare.py --data_dir {data_dir} (--input FILE for your own text)"
         raise ValueError(f"no usable data in {data_dir} ({error}): {hint}, or pass a different --data_dir") from None

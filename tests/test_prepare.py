@@ -278,6 +278,7 @@ def test_a_vocabulary_that_has_changed_is_noticed(tmp_path):
 @pytest.mark.parametrize(
     "val, line",
     [
+        (np.array([3], "<u2").tobytes(), "the vocabulary has 3 tokens, but the largest id is 3"),
         (b"", "cannot mmap an empty file"),
         (b"\0\0\0", "not a multiple of the data-type size"),
     ],

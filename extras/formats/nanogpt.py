@@ -71,7 +71,4 @@ def read_data(folder):
     if not (folder / "meta.pkl").exists() and most < RARE:
         why = f"no id is above {most}, so these are not the tokens of GPT-2"
         raise ValueError(f"meta.json is missing, and {why} (for ids of your own, add {{'vocab_size': N}} as meta.pkl)")
-    size = vocabulary["vocab_size"] if "vocab_size" in vocabulary else len(vocabulary["chars"])
-    if type(size) is int and most >= size:
-        raise ValueError(f"the vocabulary has {size} tokens, but the largest id is {most}")
     return vocabulary | {"source": str(folder), "sha256": hashes}
