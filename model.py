@@ -90,7 +90,7 @@ class KVCache:
 
     key, value   a tensor per layer, `(B, nkv, slots, hs)`, because a layer computes all its heads in one call
     length       the number of filled slots. Lower it to forget the slots beyond it
-    weights      a copy of the weights that filled it, `(N,)`, if GPT.forward made the cache itself
+    weights      a copy of the weights that filled it, if GPT.forward made the cache itself
     """
 
     def __init__(self, key, value):
@@ -343,18 +343,20 @@ class GPT(nn.Module):
 
     def _implicit_cache(self, idx, pos):
         """Return the cache of calls that pass pos alone. Old keys must never be used with new weights."""
-        # a copy of all weights, because a fused optimizer changes them without changing their _version
-        weights = torch.cat([p.detach().flatten() for p in self.parameters()])
         if torch.as_tensor(pos).flatten()[:1].tolist() == [0]:
             cache = self.new_cache(len(idx))
-            cache.weights = weights
+            # a copy, because a fused optimizer changes weights without changing their _version
+            cache.weights = [p.detach().clone() for p in self.parameters()]
             return cache
+
+        def same(old, new):
+            return (old.device, old.dtype) == (new.device, new.dtype) and torch.equal(old, new)
+
         cache = self.kv_cache
-        old = cache.weights if cache else None
-        if old is None or (old.device, old.dtype) != (weights.device, weights.dtype) or not torch.equal(old, weights):
-            why = "no earlier call has left a cache, or the weights have changed since"
-            raise ValueError(f"pos is {pos}, but {why}: start at position 0")
-        return cache
+        if cache and cache.weights and all(map(same, cache.weights, self.parameters())):
+            return cache
+        why = "no earlier call has left a cache, or the weights have changed since"
+        raise ValueError(f"pos is {pos}, but {why}: start at position 0")
 
     def hidden_states(self, idx, pos=None, cache=None):
         """Return `(B, T, C)`: all of the network but lm_head. Unlike forward, pos makes no cache."""

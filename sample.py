@@ -198,10 +198,10 @@ def report(args, model, rows, times):
 def replay(model, row, number, cache=None):
     """Feed a Text again, token by token, with a KVCache or without. Exits if the model picks another token.
 
-    Returns the logits of the new tokens `(n,)`, the seconds, and whether some of them are near-ties.
+    Returns the logits of each new token, `(1, V)`, the seconds, and whether some tokens are near-ties.
     """
     began = time.perf_counter()
-    said = []
+    all_logits = []
     near_ties = False
     idx = torch.tensor([row.prompt], device=model.device)
     noises = row.sampling.noise(1, len(row.new), model.config.vocab_size, model.device)
@@ -219,9 +219,9 @@ def replay(model, row, number, cache=None):
                 sys.exit(f"sample.py: verify: DIFFERENT {where}")
             note(f"verify: near-tie, which rounding decides, {where}")
             near_ties = True
-        said.append(logits[0, token])
+        all_logits.append(logits)
         idx = torch.cat((context, idx.new_tensor([[token]])), dim=1)
-    return torch.stack(said), time.perf_counter() - began, near_ties
+    return all_logits, time.perf_counter() - began, near_ties
 
 
 @torch.inference_mode()
@@ -239,7 +239,7 @@ def verify(model, rows, cache):
         slow += seconds_without
         fast += seconds_with
         tied += tie_without or tie_with
-        pairs = [(without, cached)]
+        pairs = list(zip(without, cached))
         # after a slide, the cache of the run still holds the longest rows, but not those that ended earlier
         if cache and (longest <= model.config.block_size or len(row.prompt + row.new) == longest):
             for ours, new in zip(cache.key + cache.value, again.key + again.value):

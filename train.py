@@ -169,7 +169,8 @@ def make_config(flags, checkpoint=None, on_gpu=False):
     Later ones win: defaults, recipe, preset (auto: finetune for a Hugging Face folder, else gpu if on_gpu, else cpu),
     checkpoint (its network, and if we resume, all its settings), flags.
     """
-    flags = {name: value for name, value in flags.items() if (name, value) != ("preset", "auto")}
+    automatic = {"preset": "auto", "n_kv_head": 0}  # as if there was no flag
+    flags = {name: value for name, value in flags.items() if value != automatic.get(name)}
     resuming = flags.get("init_from") == "resume"
     saved = dict(checkpoint["config"]) if resuming else {}
     saved.pop("out_dir", None)  # the folder may have a new name
@@ -707,7 +708,8 @@ def main():
             return 0
 
         # the loss and the optimizers
-        if config.loss == "extras.targets" and not (cli or resuming or "loss" in flags):
+        asked = flags.get("loss") or flags.get("ngram_targets") or flags.get("mtp_weight")
+        if config.loss == "extras.targets" and not (cli or resuming or asked):
             print("training without auxiliary targets, which need the folder extras: the val loss will end 0.04 higher")
             config.loss = "cross_entropy"
         training_loss = loss_class(config.loss, flags)(model, config, train).to(device)

@@ -134,6 +134,10 @@ def test_a_folders_model_decides_the_network_and_needs_no_help_to_begin():
     run = checkpoint | dict(config=dict(loss="cross_entropy"))
     with pytest.raises(ValueError, match=r"need --loss extras\.targets"):
         make_config(dict(init_from="resume", ngram_targets=0.5), checkpoint=run)
+    for heads in (0, 2):  # 0 is n_head
+        make_config(dict(init_from="resume", n_kv_head=heads), checkpoint=run)
+    with pytest.raises(ValueError, match="--n_kv_head 1 conflicts"):
+        make_config(dict(init_from="resume", n_kv_head=1), checkpoint=run)
     with pytest.raises(ValueError, match=r"--n_embd 32 conflicts with out.hf \(n_embd 16\)"):
         make_config(dict(init_from="out/hf", n_embd=32), checkpoint=checkpoint)
 

@@ -154,6 +154,23 @@ def test_verify_reads_the_cache_that_the_run_has_left(kind, capsys):
         verify(*run)
 
 
+def test_verify_compares_all_logits(monkeypatch):
+    """A wrong logit of a token that is never picked changes no text yet."""
+    gpt, tokenizer = load_model(PRETRAINED)
+    run = run_of(gpt, tokenizer)
+    forward = gpt.forward
+
+    def wrong(idx, cache=None, **options):
+        logits, loss = forward(idx, cache=cache, **options)
+        if cache is not None:
+            logits[..., tokenizer.ids["$"]] += 1.0
+        return logits, loss
+
+    monkeypatch.setattr(gpt, "forward", wrong)
+    with pytest.raises(SystemExit, match=r"DIFFERENT at row 0: logits, keys or values differ by up to 1\.0"):
+        verify(*run)
+
+
 def test_verify_notices_nan():
     """A NaN is not larger than any limit."""
     run = run_of(*load_model(PRETRAINED))
