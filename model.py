@@ -269,7 +269,7 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.kv_cache = None  # the newest KVCache of new_cache, to look at
+        self.kv_cache = None  # the newest KVCache of new_cache, to look at; forward continues it only if it made it
         self.source = None  # path and step of the checkpoint, for messages
         self.ngrams = None  # counts of the training text, which some checkpoints have, for sample.py --draft
         self.transformer = nn.ModuleDict({"wte": nn.Embedding(config.vocab_size, config.n_embd)})

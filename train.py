@@ -169,7 +169,7 @@ def make_config(flags, checkpoint=None, on_gpu=False):
     Later ones win: defaults, recipe, preset (auto: finetune for a Hugging Face folder, else gpu if on_gpu, else cpu),
     checkpoint (its network, and if we resume, all its settings), flags.
     """
-    automatic = {"preset": "auto", "n_kv_head": 0}  # as if there was no flag
+    automatic = {"preset": "auto", "n_kv_head": 0}  # as if the flag were absent
     flags = {name: value for name, value in flags.items() if value != automatic.get(name)}
     resuming = flags.get("init_from") == "resume"
     saved = dict(checkpoint["config"]) if resuming else {}

@@ -28,7 +28,7 @@ NEED_EXTRAS = [
     "train.py --init_from out/ckpt.pt --meta meta.pkl",
     "train.py --data_dir tokens",
     "train.py --loss extras.targets",
-    "train.py --mtp_weight 0.5",
+    "train.py --mtp_weight 0.5 --max_iters 1",
     "data/prepare.py --input data/sample.txt --tokenizer bpe",
 ]
 MISTAKES = [(command, "the folder extras of the repository", 1) for command in NEED_EXTRAS]
